@@ -1,0 +1,198 @@
+"""Workers: typed calls, faults that name themselves, nothing left behind. Real processes throughout."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import uvloop
+from msgspec import Struct
+
+from sapo_node import workers
+from sapo_node.workers import CallFailed, CallTimeout, Refused, Worker, WorkerDied, WorkerStuck
+
+
+class Number(Struct):
+    value: float
+
+
+def double(request: Number) -> float:
+    return 2 * request.value
+
+
+def sleep(request: Number) -> str:
+    time.sleep(request.value)
+    return "slept"
+
+
+def stand_still(request: Number) -> str:
+    workers.stage("standing still", deadline=0.5)
+    time.sleep(request.value)
+    return "moved"
+
+
+def walk(request: Number) -> str:
+    workers.stage("walking", deadline=0.5)
+    for _ in range(int(request.value)):
+        time.sleep(0.5)
+        workers.progress()
+    return "arrived"
+
+
+def fail(request: Number) -> None:
+    raise ValueError(f"no {request.value}")
+
+
+def refuse(request: Number) -> None:
+    raise Refused("that model does not exist; choose another")
+
+
+def die(request: Number) -> None:
+    print("last words", file=sys.stderr, flush=True)
+    os._exit(7)
+
+
+def main() -> None:
+    handlers = [double, sleep, stand_still, walk, fail, refuse, die]
+    workers.serve({handler.__name__: handler for handler in handlers})
+
+
+@pytest.fixture(params=["asyncio", "uvloop"])
+def run(request: pytest.FixtureRequest) -> object:
+    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+
+    def runner(coroutine: object) -> object:
+        with asyncio.Runner(loop_factory=factory) as loop:
+            return loop.run(coroutine)  # type: ignore[arg-type]
+
+    return runner
+
+
+async def started() -> Worker:
+    worker = Worker("test", __name__, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, start_seconds=20)
+    await worker.start()
+    return worker
+
+
+def test_a_call_returns_typed_results_and_stop_ends_the_process(run) -> None:
+    async def body() -> None:
+        worker = await started()
+        assert await worker.call("double", Number(2.5), float, deadline=5) == 5.0
+        await worker.stop()
+        assert not worker.alive
+
+    run(body())
+
+
+def test_calls_take_turns(run) -> None:
+    async def body() -> None:
+        worker = await started()
+        results = await asyncio.gather(*(worker.call("double", Number(i), float, deadline=5) for i in range(50)))
+        assert results == [2.0 * i for i in range(50)]
+        await worker.stop()
+
+    run(body())
+
+
+def test_a_handler_that_raises_is_told_with_its_place_and_the_worker_lives(run) -> None:
+    async def body() -> None:
+        worker = await started()
+        with pytest.raises(CallFailed, match=r"ValueError: no 3\.0 at .*test_workers\.py:\d+"):
+            await worker.call("fail", Number(3), float, deadline=5)
+        with pytest.raises(Refused, match="choose another"):
+            await worker.call("refuse", Number(3), float, deadline=5)
+        assert await worker.call("double", Number(1), float, deadline=5) == 2.0
+        await worker.stop()
+
+    run(body())
+
+
+def test_a_death_is_told_with_exit_code_and_last_words_and_start_brings_it_back(run) -> None:
+    async def body() -> None:
+        worker = await started()
+        with pytest.raises(WorkerDied, match=r"(?s)exit code 7.*last words"):
+            await worker.call("die", Number(0), float, deadline=5)
+        with pytest.raises(WorkerDied, match="exit code 7"):
+            await worker.call("double", Number(0), float, deadline=5)
+        await worker.start()
+        assert await worker.call("double", Number(1), float, deadline=5) == 2.0
+        await worker.stop()
+
+    run(body())
+
+
+def test_kill_9_of_an_idle_worker_is_seen_at_the_next_call(run) -> None:
+    async def body() -> None:
+        worker = await started()
+        os.kill(worker.pid, signal.SIGKILL)
+        await asyncio.sleep(0.3)
+        with pytest.raises(WorkerDied, match="SIGKILL"):
+            await worker.call("double", Number(0), float, deadline=5)
+        await worker.stop()
+
+    run(body())
+
+
+def test_a_worker_that_stands_still_is_killed_although_its_heart_beats(run) -> None:
+    async def body() -> None:
+        worker = await started()
+        assert await worker.call("walk", Number(8), str, deadline=30) == "arrived"
+        with pytest.raises(WorkerStuck, match="standing still"):
+            await worker.call("stand_still", Number(60), str, deadline=30)
+        assert not worker.alive
+        await worker.stop()
+
+    run(body())
+
+
+def test_a_late_answer_is_a_timeout_that_ends_the_worker(run) -> None:
+    async def body() -> None:
+        worker = await started()
+        with pytest.raises(CallTimeout, match="'sleep' within 1 s"):
+            await worker.call("sleep", Number(60), str, deadline=1)
+        assert not worker.alive
+        await worker.stop()
+
+    run(body())
+
+
+def test_a_cancelled_call_does_not_disturb_the_next(run) -> None:
+    async def body() -> None:
+        worker = await started()
+        task = asyncio.create_task(worker.call("sleep", Number(0.5), str, deadline=5))
+        await asyncio.sleep(0.1)
+        task.cancel()
+        assert await worker.call("double", Number(1), float, deadline=5) == 2.0
+        await worker.stop()
+
+    run(body())
+
+
+PARENT = """
+import asyncio, sys
+sys.path.insert(0, {path!r})
+from test_workers import *
+async def body():
+    worker = await started()
+    print(worker.pid, flush=True)
+    await worker.call("sleep", Number(60), str, deadline=90)
+asyncio.run(body())
+"""
+
+
+def test_no_orphan_after_kill_9_of_the_parent(tmp_path: Path) -> None:
+    code = PARENT.format(path=str(Path(__file__).parent))
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    deadline = time.monotonic() + 5
+    while Path(f"/proc/{child}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{child}").exists()
