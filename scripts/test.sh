@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# Everything that has to hold before a change lands: lint, types, module sizes, tests.
+#
+#   scripts/test.sh            all of it, set-up included (within 40 minutes on two cores)
+#   scripts/test.sh --quick    without the tests marked slow (under 5 minutes when set up)
+#   further arguments go to pytest
+set -euo pipefail
+cd "$(dirname "$0")/.."
+quick=
+if [ "${1:-}" = --quick ]; then quick=yes; shift; fi
+
+scripts/setup.sh
+python=.venv/bin/python
+step() { printf '\n== %s\n' "$*"; }
+
+step "lint"
+.venv/bin/ruff check --quiet .
+.venv/bin/ruff format --check --quiet .
+
+step "types"
+.venv/bin/mypy
+
+step "module sizes"
+"$python" scripts/check_sizes.py
+
+step "tests"
+export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+"$python" -m pytest ${quick:+-m "not slow"} "$@"

@@ -1,0 +1,1 @@
+"""The parts of `scripts/make_tiny_model.py`: problems, tokenizer, supervised training, weakening."""
