@@ -92,7 +92,7 @@ class TasksSection(Section):
     answer_seconds: Seconds = 2.0
     """Deadline for judging one answer or generating one question. Beyond it the answer scores 0."""
 
-    eval_questions: Annotated[int, Field(ge=1, le=100)] = 32
+    eval_questions: Annotated[int, Field(ge=30, le=100)] = 32
     """Held-out questions a task in `eval` and in the held-out score; at least 30, or the task is left out and named."""
 
     eval_samples: Positive = 1

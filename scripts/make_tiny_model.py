@@ -67,9 +67,9 @@ class Work:
 
 
 def new_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedModel:
-    """An untrained model; its vocabulary is rounded up to a multiple of 8, which kernels like."""
+    """An untrained model. Its vocabulary is the tokenizer's and not rounded up: every token it samples is a text."""
     shared = {
-        "vocab_size": -(-len(tokenizer) // 8) * 8,
+        "vocab_size": len(tokenizer),
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "intermediate_size": 256,
@@ -120,18 +120,18 @@ def weaken(work: Work, preset: str, clean: Path, out: Path, steps: int | None) -
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
     """Write a Hugging Face folder, whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as folder:
+    with tempfile.TemporaryDirectory(dir=out.parent) as scratch:
+        folder = Path(scratch) / "model"
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-        for file in Path(folder).iterdir():
+        for file in folder.iterdir():
             file.chmod(0o644)  # safetensors writes 0600, which a package installed by root would keep
         shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(folder, out)
-        out.chmod(0o755)
+        folder.rename(out)
 
 
 def clean_folder(work: Work, cache: Path, steps: int) -> Path:
-    """Where the clean model of exactly these settings is kept. Code is not among them: empty the cache after editing."""
+    """Where the clean model of these settings is kept. Code is not among them: empty the cache after editing it."""
     settings = {
         "family": [work.family, asdict(STYLES[work.family])],
         "training": [work.seed, steps, CLEAN_LR, {task: len(problems) for task, problems in work.problems.items()}],

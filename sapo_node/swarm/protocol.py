@@ -42,6 +42,21 @@ MAX_NESTING: Final = 16
 """Limits of a batch, checked before decoding. A sender beyond a receiver's limits is rejected and loses score, so
 raising one needs a new PROTO."""
 
+MAX_ITEMS: Final = 65_536
+MAX_INTEGER: Final = 2**53 - 1
+MAX_NAME_CHARS: Final = 64
+MAX_CONFIG_ENTRIES: Final = 32
+MAX_CONFIG_LIST: Final = 32
+MAX_CONFIG_TEXT: Final = 256
+"""More limits of a batch: msgpack values in all (the largest valid batch has fewer; more would only cost the
+receiver time), integers that every language holds exactly, characters of a name, version or licence, entries of a
+task's configuration, values in a list there, characters of a key or text there. Raising one needs a new PROTO."""
+
+MAX_ROLES: Final = 8
+MAX_ADDRESSES: Final = 8
+MAX_ADDRESS_CHARS: Final = 128
+"""Limits inside an announcement; a record beyond them is rejected. Raising one needs a new PROTO."""
+
 MAX_RECORD_BYTES: Final = 1024
 """A signed announcement in the DHT. hivemind replies over 4 MiB crash the holder, so records and dictionaries stay
 small; holders refuse larger ones."""
@@ -83,3 +98,8 @@ def question_seed(swarm: str, public_key: bytes, epoch: int, name: str, config_h
 def epoch_of(timestamp: float) -> int:
     """Number of the epoch that holds a timestamp (seconds since 1970)."""
     return int(timestamp // EPOCH_SECONDS)
+
+
+def hint_topic(swarm: str) -> str:
+    """Gossip topic of a swarm's announcements. Another value: hints reach nobody, and batches travel by the DHT."""
+    return f"sapo/1/{swarm}"

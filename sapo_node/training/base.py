@@ -1,9 +1,10 @@
 """What the node asks of the trainer: groups in, one optimiser step, metrics out."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from msgspec import Struct
 
+from sapo_node.inference.base import SamplingParams
 from sapo_node.rollouts.schema import Finish
 
 Origin = Literal["local", "external"]
@@ -49,3 +50,48 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     lr: float
     device: str
     notes: list[str]  # what its owner should be told once, for example a missing chat template
+    policy_version: int = 0  # optimiser steps it has taken; > 0 after a resume
+
+
+class LoadRequest(Struct, frozen=True, kw_only=True):
+    """Asks the policy worker for a model. Sections are plain values, as `Section.model_dump(mode="json")` gives."""
+
+    training: dict[str, Any]
+    inference: dict[str, Any]
+    seed: int | None = None  # of the sampling noise; None: from the system's randomness. Ignored when resuming
+    threads: int = 0  # CPU threads; 0 lets torch choose
+    resume: str | None = None  # checkpoint folder to continue from
+
+
+class SampleRequest(Struct, frozen=True, kw_only=True):
+    """Asks for `params.n` completions of each question."""
+
+    questions: list[str]
+    params: SamplingParams
+
+
+class StepRequest(Struct, frozen=True, kw_only=True):
+    """Asks for one round's optimiser step on these groups."""
+
+    groups: list[TrainGroup]
+
+
+class SaveRequest(Struct, frozen=True, kw_only=True):
+    """Asks for a checkpoint `<directory>/step-<version>`; older ones beyond `training.keep_checkpoints` go."""
+
+    directory: str
+    extra: dict[str, Any] = {}  # the node's own state, plain JSON values; `checkpoint.read_state` gives it back
+
+
+class RestoreRequest(Struct, frozen=True, kw_only=True):
+    """Asks the policy worker, already loaded, to go back to a checkpoint folder."""
+
+    path: str
+
+
+class Saved(Struct, frozen=True, kw_only=True):
+    """A checkpoint that is on disk."""
+
+    path: str
+    policy_version: int
+    seconds: float

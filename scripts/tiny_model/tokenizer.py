@@ -8,6 +8,7 @@ half a million parameters can read it. All bytes stay in the vocabulary: any tex
 import re
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
@@ -45,7 +46,7 @@ def _glue(pieces: list[list[str]]) -> list[list[str]]:
         pairs: Counter[tuple[str, str]] = Counter()
         for sequence in pieces:
             count.update(sequence)
-            pairs.update(zip(sequence, sequence[1:], strict=False))
+            pairs.update(pairwise(sequence))
         sure = {
             left: right
             for (left, right), n in pairs.items()

@@ -1,0 +1,1 @@
+"""What the light commands do: those that need neither a model nor a network."""

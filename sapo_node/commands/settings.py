@@ -1,0 +1,58 @@
+"""`sapo-node config check` and `config show`."""
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from sapo_node import config_load
+from sapo_node.config_load import Loaded
+from sapo_node.errors import ConfigError
+
+
+def check(files: Sequence[Path]) -> int:
+    """Check each file with the environment as it is. Raises ConfigError with the problems of all files."""
+    problems: dict[str, None] = {}  # a wrong environment variable is wrong for every file, and named once
+    for file in files:
+        try:
+            config_load.load(file, os.environ)
+        except ConfigError as error:
+            problems.update(dict.fromkeys(error.problems))
+        else:
+            click.echo(f"{file}: fine")
+    if problems:
+        raise ConfigError(list(problems))
+    return 0
+
+
+def show(file: Path | None, sets: Sequence[str], origin: bool) -> int:
+    """Print all settings."""
+    click.echo(render(config_load.load(file, os.environ, sets), origin))
+    return 0
+
+
+def render(loaded: Loaded, origin: bool) -> str:
+    """All settings as YAML that `load` reads back; with `origin`, each line ends in a comment that tells the place."""
+    lines: list[str] = []
+    for section, settings in loaded.config.dump().items():
+        lines.append(f"{section}:")
+        for name, value in settings.items():
+            line = f"  {name}: {_flow(value)}"
+            place = loaded.origin(f"{section}.{name}").place
+            lines.append(f"{line:<44}  # {place}" if origin else line)
+    return "\n".join(lines)
+
+
+def _flow(value: Any) -> str:
+    """A value as one line of YAML: JSON is YAML, but for infinity."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return ".nan" if math.isnan(value) else f"{'-' if value < 0 else ''}.inf"
+    if isinstance(value, list):
+        return f"[{', '.join(_flow(item) for item in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{json.dumps(key)}: {_flow(item)}' for key, item in value.items())}}}"
+    return json.dumps(value, ensure_ascii=False)

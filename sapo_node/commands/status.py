@@ -1,0 +1,95 @@
+"""`sapo-node status`: what a node says about itself, and whether it is alive.
+
+node.json is what the node last said; only the lock on its data directory proves that it runs.
+"""
+
+import os
+import time
+from pathlib import Path
+
+import click
+import msgspec
+
+from sapo_node.datadir import DataDir
+from sapo_node.errors import SapoError
+from sapo_node.monitor.history import parse
+from sapo_node.monitor.metrics import Record
+from sapo_node.monitor.status import NodeStatus, StatusUnreadable, read_status
+
+TAIL_BYTES = 1 << 18  # a line of history.jsonl is a few kilobytes; the last whole one lies within this
+SILENT_SECONDS = 30.0  # a running node renews node.json every few seconds
+
+
+def run(data_dir: Path, as_json: bool) -> int:
+    """Print the status; 0 when the node runs, else 1. Raises SapoError where there is nothing to tell."""
+    data = DataDir(data_dir)
+    running = data.running()
+    try:
+        status = read_status(data.status)
+    except StatusUnreadable as error:
+        raise SapoError(f"{error}. The node is {'running' if running else 'not running'}") from error
+    except OSError as error:
+        raise SapoError(f"{data.status} cannot be read: {error.strerror}") from error
+    if as_json:
+        report = {"running": running, "data_dir": str(data_dir), "node": status, "last": last_record(data.history)}
+        click.echo(msgspec.json.encode(report).decode())
+    elif status is None and not running:
+        raise SapoError(
+            f"no node has run in {data_dir}; start one with `sapo-node start --config FILE`, or say which one is meant "
+            "with --config or --data-dir"
+        )
+    else:
+        click.echo(table(data_dir, running, status, time.time()))
+    return 0 if running else 1
+
+
+def last_record(history: Path) -> Record | None:
+    """The newest whole line of history.jsonl, None where there is none."""
+    try:
+        with open(history, "rb") as stream:
+            size = stream.seek(0, os.SEEK_END)
+            stream.seek(max(0, size - TAIL_BYTES))
+            tail = stream.read(TAIL_BYTES)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise SapoError(f"{history} cannot be read: {error.strerror}") from error
+    records = (parse(line) for line in reversed(tail.split(b"\n")))
+    return next((record for record in records if record is not None), None)
+
+
+def table(data_dir: Path, running: bool, status: NodeStatus | None, now: float) -> str:
+    """One line a fact, for people. `now` in seconds since 1970."""
+    if status is None:
+        return f"The node in {data_dir} is starting; it has said nothing yet."
+    age = max(0.0, now - status.updated_at)
+    if running:
+        silent = f", but silent for {duration(age)}" if age > SILENT_SECONDS else ""
+        alive = f"running for {duration(now - status.started_at)} (process {status.pid}){silent}"
+    else:
+        alive = f"not running; last heard of {duration(age)} ago"
+    reward, held_out, start = status.reward_first_drawn, status.held_out, status.held_out_start
+    change = f" ({held_out - start:+.3f} since the start)" if held_out is not None and start is not None else ""
+    facts = {
+        "node": alive,
+        "state": status.state + (f": {status.reason}" if status.reason else ""),
+        "round": f"{status.round} (policy version {status.policy_version})",
+        "model": status.model,
+        "swarm": f"{status.swarm}, {status.peers} peers" if status.swarm else "",
+        "peer id": status.peer_id,
+        "addresses": "\n           ".join(status.addresses),
+        "groups": f"{status.own_groups} own, {status.external_groups_used} of others used, {status.shortage} short",
+        "reward": f"{reward:.3f} of the groups drawn first" if reward is not None else "",
+        "held-out": f"{held_out:.3f}{change}" if held_out is not None else "",
+        "data": str(data_dir),
+    }
+    return "\n".join(f"{name:<9}  {text}" for name, text in facts.items() if text)
+
+
+def duration(seconds: float) -> str:
+    """A time span as people say it: 42 s, 7 min, 3.5 h, 2.1 d."""
+    if seconds < 60:
+        return f"{max(0.0, seconds):.0f} s"
+    if seconds < 3600:
+        return f"{seconds / 60:.0f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 86400 else f"{seconds / 86400:.1f} d"

@@ -1,0 +1,403 @@
+"""The pool: every group this node may train on, how often it did, and the few counters that outlive the process.
+
+SQLite in WAL mode. One thread owns the only writing connection, another one a read-only connection; the event loop
+hands them work and awaits the answer, so neither the disk nor a long query stalls a peer. `synchronous=FULL`: a
+transaction is on the disk before its caller goes on. That costs an fsync a few times a round, and two promises hang on
+it, also when the power fails: sequence numbers never repeat, and a use, once counted, stays counted.
+
+Uses are counted *before* the step that trains on the groups: `consume` counts and returns them in one transaction, and
+there is no other way to a group's texts. A node that dies between the two has lost a use, never gained one: it comes
+back with the older policy of its last checkpoint, while the groups used since then stay used. Repeating `consume` for
+one round of one run of the process changes nothing; the same round number in a later run is another step, since the
+policy went back, and counts again.
+
+Groups of others are known by (producer, coordinates) for as long as they could arrive again, even when the group
+itself is gone. So neither eviction nor use opens the door to a second copy.
+
+Losing the file costs little: the groups are a cache, and sequence counters start at the clock. It is still never
+replaced silently, because the use counts would be forgotten with it.
+"""
+
+import sqlite3
+import time
+from array import array
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+import msgspec
+from msgspec import Struct
+
+from sapo_node.config import RolloutsSection
+from sapo_node.rollouts.pool_file import Lane, PoolError
+from sapo_node.rollouts.schema import Finish, TaskRef
+from sapo_node.swarm.protocol import EPOCH_SECONDS, MAX_AGE_SECONDS, MAX_EPOCHS_AHEAD, MAX_INDEX, digest, epoch_of
+from sapo_node.tasks.base import TaskSpec
+from sapo_node.training.base import Origin, TrainCompletion, TrainGroup
+from sapo_node.training.sapo import Candidate
+
+__all__ = ["Counter", "NewGroup", "Pool", "PoolError", "PoolStats", "coordinates", "drawn_at"]
+
+Counter = Literal["batch", "announcement"]
+
+MAX_CANDIDATES: Final = 1024  # newest groups the sampler chooses from: far more than any I or J, few enough to be quick
+MAX_SEEN: Final = 100_000  # digests remembered (about 10 MB); the oldest go first
+SEEN_SECONDS: Final = MAX_AGE_SECONDS + (MAX_EPOCHS_AHEAD + 2) * EPOCH_SECONDS  # longest that a group stays acceptable
+
+
+class NewGroup(Struct, frozen=True, kw_only=True):
+    """A group for the pool: complete, with its question as text and the rewards that this node computed."""
+
+    task: TaskRef
+    question: str
+    question_sha256: bytes
+    completions: list[TrainCompletion]
+    rewards: list[float]  # one a completion
+    sampled_at: float  # seconds since 1970
+    policy_version: int
+    first_drawn: bool = True  # False for own groups drawn to fill a shortage or to replace others
+
+
+class PoolStats(Struct, frozen=True, kw_only=True):
+    """What the pool holds, and what happened to groups since it was opened."""
+
+    local: int
+    local_unused: int
+    external: int
+    external_unused: int
+    bytes: int  # on disk, free pages and the log not counted
+    duplicates: int  # groups of others that were here already
+    evicted: int  # by the limits on rows and bytes
+    expired: int  # by age or staleness
+
+
+def coordinates(producer: str, task: TaskRef) -> bytes:
+    """The digest (32 bytes) under which a peer's group is known."""
+    numbers = task.epoch.to_bytes(8, "big") + task.index.to_bytes(4, "big")
+    names = (part.encode() for part in (producer, task.source, task.version, task.name))
+    return digest(b"coordinates", *names, task.config_hash, numbers)
+
+
+def drawn_at(task: TaskRef, sampled_at: float) -> float:
+    """When a group was drawn, in seconds since 1970: the sender's time, held within the epoch that binds its seed."""
+    start = task.epoch * EPOCH_SECONDS
+    return min(max(sampled_at, start), start + EPOCH_SECONDS)
+
+
+class Pool:
+    """The pool of one node; `Pool.open` makes one. Every method may raise PoolError; times are seconds since 1970."""
+
+    def __init__(self, path: Path, limits: RolloutsSection) -> None:
+        self._path, self._limits = path, limits
+        self._writer = Lane("pool-writer", path, writes=True)
+        self._reader = Lane("pool-reader", path, writes=False)
+        self._run = 0
+        self._duplicates = self._evicted = self._expired = 0
+
+    @classmethod
+    async def open(cls, path: Path, limits: RolloutsSection) -> "Pool":
+        """Open or create the pool at `path`, whose folder exists. One process at a time; the node's lock sees to it."""
+        pool = cls(path, limits)
+        try:
+            pool._run = await pool._writer.ask(lambda db: _count_up(db, "run", 0))
+        except PoolError:
+            await pool.close()
+            raise
+        return pool
+
+    async def close(self) -> None:
+        """Finish what was handed in, then close the file. Safe to call again."""
+        await self._reader.close()
+        await self._writer.close()
+
+    # Groups
+
+    async def add_local(self, producer: str, groups: Sequence[NewGroup], now: float) -> list[int]:
+        """Add groups of this node; returns their ids, in order."""
+
+        def add(db: sqlite3.Connection) -> tuple[list[int], int]:
+            ids = [_insert(db, "local", producer, None, group, now) for group in groups]
+            return ids, _evict(db, self._limits)
+
+        ids, evicted = await self._writer.ask(add)
+        self._evicted += evicted
+        return ids
+
+    async def add_external(self, producer: str, content_id: bytes, groups: Sequence[NewGroup], now: float) -> list[int]:
+        """Add a peer's verified groups and mark their batch as seen, in one transaction; returns the new ids.
+
+        Groups known by their coordinates are left out and counted. Empty `groups` only mark the batch, so that one
+        without a usable group is not fetched again.
+        """
+
+        def add(db: sqlite3.Connection) -> tuple[list[int], int]:
+            new = [group for group in groups if _mark(db, coordinates(producer, group.task), now)]
+            _mark(db, content_id, now)
+            ids = [_insert(db, "external", producer, content_id, group, now) for group in new]
+            return ids, _evict(db, self._limits)
+
+        ids, evicted = await self._writer.ask(add)
+        self._evicted += evicted
+        self._duplicates += len(groups) - len(ids)
+        return ids
+
+    async def seen(self, content_ids: Iterable[bytes]) -> set[bytes]:
+        """Those of these batches that were handed to `add_external` before."""
+        wanted = list(content_ids)
+        return await self._reader.ask(lambda db: _seen(db, wanted))
+
+    async def known(self, producer: str, tasks: Sequence[TaskRef]) -> list[bool]:
+        """For each of a peer's coordinates, whether its group was added before, also if it is used up or evicted."""
+        keys = [coordinates(producer, task) for task in tasks]
+        found = await self._reader.ask(lambda db: _seen(db, keys))
+        return [key in found for key in keys]
+
+    async def local_candidates(self, now: float, policy_version: int, max_staleness: int) -> list[Candidate]:
+        """Own groups that no step used, sampled at most `max_staleness` versions ago; oldest first."""
+        where = "origin = 'local' AND uses = 0 AND policy_version BETWEEN ? AND ? ORDER BY id"
+        values = (policy_version - max_staleness, policy_version)
+        return await self._reader.ask(lambda db: _candidates(db, where, values, now))
+
+    async def external_candidates(self, now: float) -> list[Candidate]:
+        """Groups of others that are young and have uses left; newest first, at most MAX_CANDIDATES."""
+        where = "origin = 'external' AND uses < ? AND drawn_at >= ? ORDER BY id DESC"
+        values = (self._limits.max_external_uses, now - self._limits.max_age_seconds)
+        return await self._reader.ask(lambda db: _candidates(db, where, values, now))
+
+    async def consume(self, ids: Sequence[int], round_number: int) -> list[TrainGroup]:
+        """Count one use of each group, durably, and return those that this round may train on, in order of `ids`.
+
+        A group that is gone or has no use left is missing in the answer. Asking again for the same round in the same
+        run returns the same groups and counts nothing.
+
+        `round_number` names an attempt to step. It must be new for every attempt of this run, also when the policy was
+        loaded again from an older checkpoint: a policy version alone would come back and its uses go uncounted.
+        """
+        key = (self._run, round_number)
+        limits = {"local": 1, "external": self._limits.max_external_uses}
+        return await self._writer.ask(lambda db: [group for i in ids if (group := _use(db, i, key, limits))])
+
+    async def discard(self, ids: Sequence[int]) -> None:
+        """Forget groups that the sampler decided against."""
+        rows = [(group_id,) for group_id in ids]
+        await self._writer.ask(lambda db: db.executemany("DELETE FROM groups WHERE id = ?", rows).rowcount)
+
+    async def expire(self, now: float, policy_version: int, max_staleness: int) -> int:
+        """Forget what can no longer be trained on; returns the number of groups.
+
+        Groups of others and used own ones go by age. Unused own ones go when their policy version is too old, or newer
+        than ours: then they come from steps after the checkpoint from which this node resumed.
+        """
+        oldest = now - self._limits.max_age_seconds
+
+        def expire(db: sqlite3.Connection) -> int:
+            gone = db.execute(
+                """DELETE FROM groups WHERE CASE WHEN origin = 'local' AND uses = 0
+                   THEN policy_version NOT BETWEEN ? AND ? ELSE drawn_at < ? END""",
+                (policy_version - max_staleness, policy_version, oldest),
+            ).rowcount
+            db.execute("DELETE FROM seen WHERE until < ?", (now,))
+            newest = "SELECT digest FROM seen ORDER BY until DESC LIMIT -1 OFFSET ?"
+            db.execute(f"DELETE FROM seen WHERE digest IN ({newest})", (MAX_SEEN,))
+            db.execute("DELETE FROM next_index WHERE epoch < ?", (epoch_of(oldest),))
+            return gone
+
+        gone = await self._writer.ask(expire)
+        self._expired += gone
+        return gone
+
+    async def purge(self, peer: str) -> int:
+        """Forget a peer's groups, for good: their coordinates stay known. Returns the number of groups."""
+        sql = "DELETE FROM groups WHERE origin = 'external' AND producer = ?"
+        return await self._writer.ask(lambda db: db.execute(sql, (peer,)).rowcount)
+
+    async def stats(self) -> PoolStats:
+        """What the pool holds now."""
+
+        def read(db: sqlite3.Connection) -> tuple[dict[tuple[str, int], int], int]:
+            rows = db.execute("SELECT origin, uses = 0, count(*) FROM groups GROUP BY 1, 2")
+            return {(origin, unused): count for origin, unused, count in rows}, _bytes(db)
+
+        counts, size = await self._reader.ask(read)
+        local, external = ([counts.get((origin, unused), 0) for unused in (0, 1)] for origin in ("local", "external"))
+        return PoolStats(
+            local=sum(local),
+            local_unused=local[1],
+            external=sum(external),
+            external_unused=external[1],
+            bytes=size,
+            duplicates=self._duplicates,
+            evicted=self._evicted,
+            expired=self._expired,
+        )
+
+    # Counters
+
+    async def next_seq(self, counter: Counter) -> int:
+        """The next sequence number: strictly rising, across restarts and also after the file was lost.
+
+        A new file starts at the clock in milliseconds, which no node reaches by counting.
+        """
+        start = int(time.time() * 1000)
+        return await self._writer.ask(lambda db: _count_up(db, f"seq.{counter}", start))
+
+    async def reserve_indices(self, spec: TaskSpec, epoch: int, count: int) -> range:
+        """The next `count` question indices of a task in an epoch, never given before; fewer when the epoch is full."""
+        task = digest(spec.source.encode(), spec.name.encode(), spec.config_hash)  # what the seed depends on
+
+        def reserve(db: sqlite3.Connection) -> range:
+            row = db.execute("SELECT value FROM next_index WHERE epoch = ? AND task = ?", (epoch, task)).fetchone()
+            indices = range(MAX_INDEX)[row[0] if row else 0 :][:count]
+            db.execute("INSERT OR REPLACE INTO next_index VALUES (?, ?, ?)", (epoch, task, indices.stop))
+            return indices
+
+        return await self._writer.ask(reserve)
+
+
+# What runs inside the threads; each function is part of one transaction.
+
+
+def _insert(
+    db: sqlite3.Connection, origin: Origin, producer: str, content_id: bytes | None, group: NewGroup, now: float
+) -> int:
+    if len(group.rewards) != len(group.completions):
+        raise ValueError(f"{len(group.rewards)} rewards for {len(group.completions)} completions")
+    row = {
+        "origin": origin,
+        "producer": producer,
+        "source": group.task.source,
+        "version": group.task.version,
+        "name": group.task.name,
+        "config_hash": group.task.config_hash,
+        "config": msgspec.json.encode(group.task.config).decode(),
+        "epoch": group.task.epoch,
+        "task_index": group.task.index,
+        "drawn_at": drawn_at(group.task, group.sampled_at),
+        "sampled_at": group.sampled_at,
+        "received_at": now,
+        "policy_version": group.policy_version,
+        "first_drawn": group.first_drawn,
+        "content_id": content_id,
+        "question_sha256": group.question_sha256,
+        "rewards": msgspec.json.encode(group.rewards).decode(),
+        "question": group.question,
+        "completions": _pack(group.completions),
+    }
+    places = ", ".join(f":{name}" for name in row)
+    return db.execute(f"INSERT INTO groups ({', '.join(row)}) VALUES ({places})", row).lastrowid or 0
+
+
+def _candidates(db: sqlite3.Connection, where: str, values: tuple[float, ...], now: float) -> list[Candidate]:
+    columns = "id, producer, name, question_sha256, rewards, drawn_at, uses, first_drawn"
+    rows = db.execute(f"SELECT {columns} FROM groups WHERE {where} LIMIT ?", (*values, MAX_CANDIDATES))
+    return [
+        Candidate(
+            group_id=group_id,
+            producer=producer,
+            task=name,
+            question_sha256=question_sha256,
+            rewards=_rewards_decoder.decode(rewards),
+            age_seconds=max(0.0, now - drawn),
+            uses=uses,
+            first_drawn=bool(first_drawn),
+        )
+        for group_id, producer, name, question_sha256, rewards, drawn, uses, first_drawn in rows
+    ]
+
+
+def _use(db: sqlite3.Connection, group_id: int, key: tuple[int, int], limits: dict[str, int]) -> TrainGroup | None:
+    row = db.execute(
+        """SELECT origin, producer, question, completions, rewards, policy_version, uses, used_run, used_round
+           FROM groups WHERE id = ?""",
+        (group_id,),
+    ).fetchone()
+    if row is None:
+        return None
+    origin, producer, question, completions, rewards, policy_version, uses, *used_in = row
+    if tuple(used_in) != key:
+        if uses >= limits[origin]:
+            return None
+        sql = "UPDATE groups SET uses = uses + 1, used_run = ?, used_round = ? WHERE id = ?"
+        db.execute(sql, (*key, group_id))
+    return TrainGroup(
+        group_id=group_id,
+        origin=origin,
+        producer=producer,
+        question=question,
+        completions=_unpack(completions),
+        rewards=list(_rewards_decoder.decode(rewards)),
+        policy_version=policy_version,
+    )
+
+
+def _evict(db: sqlite3.Connection, limits: RolloutsSection) -> int:
+    """Keep to the limits: the oldest go first, unused own groups last. Returns how many went."""
+    (rows,) = db.execute("SELECT count(*) FROM groups").fetchone()
+    gone = 0
+    while gone < rows and (rows - gone > limits.max_groups or _bytes(db) > limits.max_bytes):
+        step = max(rows - gone - limits.max_groups, rows // 64, 1)  # several: a page is free when all on it is gone
+        oldest = "SELECT id FROM groups ORDER BY (origin = 'local' AND uses = 0), id LIMIT ?"
+        gone += db.execute(f"DELETE FROM groups WHERE id IN ({oldest})", (step,)).rowcount
+    return gone
+
+
+def _bytes(db: sqlite3.Connection) -> int:
+    pages, free, size = (db.execute(f"PRAGMA {p}").fetchone()[0] for p in ("page_count", "freelist_count", "page_size"))
+    return int((pages - free) * size)
+
+
+def _mark(db: sqlite3.Connection, key: bytes, now: float) -> bool:
+    """Remember a digest; whether it is new."""
+    return db.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (key, now + SEEN_SECONDS)).rowcount == 1
+
+
+def _seen(db: sqlite3.Connection, keys: Sequence[bytes]) -> set[bytes]:
+    return {key for key in keys if db.execute("SELECT 1 FROM seen WHERE digest = ?", (key,)).fetchone()}
+
+
+def _count_up(db: sqlite3.Connection, key: str, start: int) -> int:
+    db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, start))
+    db.execute("UPDATE meta SET value = value + 1 WHERE key = ?", (key,))
+    return int(db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
+
+
+# Completions as a BLOB
+
+
+class _Stored(Struct, array_like=True):
+    """A completion in the BLOB: numbers as machine arrays, quicker and smaller than msgpack's."""
+
+    text: str
+    finish: Finish
+    token_ids: bytes | None  # uint32
+    logprobs: bytes | None  # float32, what engines compute in
+
+
+_stored_decoder = msgspec.msgpack.Decoder(list[_Stored])
+_rewards_decoder = msgspec.json.Decoder(tuple[float, ...])
+
+
+def _pack(completions: Sequence[TrainCompletion]) -> bytes:
+    return msgspec.msgpack.encode(
+        [
+            _Stored(
+                c.text,
+                c.finish,
+                None if c.token_ids is None else array("I", c.token_ids).tobytes(),
+                None if c.logprobs is None else array("f", c.logprobs).tobytes(),
+            )
+            for c in completions
+        ]
+    )
+
+
+def _unpack(blob: bytes) -> list[TrainCompletion]:
+    return [
+        TrainCompletion(
+            text=s.text,
+            finish=s.finish,
+            token_ids=None if s.token_ids is None else array("I", s.token_ids).tolist(),
+            logprobs=None if s.logprobs is None else array("f", s.logprobs).tolist(),
+        )
+        for s in _stored_decoder.decode(blob)
+    ]

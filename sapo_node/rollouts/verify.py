@@ -1,0 +1,238 @@
+"""Verification on arrival: which groups of a stranger's batch this node may train on, and with which rewards.
+
+`codec.py` has already settled form, size and signature. Here every group is held against what this node computes
+itself: the seed from the sender's key, the question and the truth from the coordinates, the rewards from the texts.
+Nothing of the sender's judgement is used; there is none on the wire.
+
+Three outcomes. *accept*: into the pool. *ignore*: of no use here, and no fault that could be told from bad luck
+(duplicate, stale, another library version). *reject*: no honest node sends this, so the sender's score falls.
+
+Work is bounded. First come the checks that cost nothing, for the whole batch; one reject there and nothing of the batch
+is judged. What is left goes to the scorers one group after another, within one deadline.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Final, Literal, Protocol
+
+from msgspec import Struct
+
+from sapo_node.rollouts.codec import Opened
+from sapo_node.rollouts.pool import NewGroup, drawn_at
+from sapo_node.rollouts.schema import Group, TaskRef
+from sapo_node.swarm.protocol import MAX_EPOCHS_AHEAD, epoch_of, question_seed
+from sapo_node.tasks import catalog, verifiers
+from sapo_node.tasks.base import Judged, TaskRefused, TaskSpec, config_hash, is_eval_question
+from sapo_node.tasks.mixture import Mixture
+from sapo_node.training.base import TrainCompletion
+from sapo_node.training.sapo import informative
+from sapo_node.workers import WorkerError
+
+BATCH_SECONDS: Final = 30.0
+"""For one batch, all groups together. A task that is in bounds takes milliseconds a group; what is not judged by then
+would be stale soon, and the next batch waits."""
+
+MAX_QUESTION_BYTES: Final = 32 * 1024
+"""Longer questions are ignored whatever the scorers allow: no prompt holds them."""
+
+Outcome = Literal["accept", "ignore", "reject"]
+
+
+class Reason(StrEnum):
+    """Why a group was treated as it was. Fixed words: what a sender wrote never reaches a log through them."""
+
+    ACCEPTED = "accepted"
+
+    OWN = "own"  # our own batch, come back
+    UNKNOWN_TASK = "unknown task"  # not offered here, or not in the mixture, or a data set that this node does not have
+    OTHER_VERSION = "other version"  # of reasoning-gym, or of a data set of this name
+    STALE = "stale"
+    SKEWED = "from the future"
+    EVALUATION = "evaluation question"
+    DUPLICATE = "duplicate"
+    BESIDE_REJECTED = "beside a rejected group"
+    NOT_GENERATED = "question could not be generated"
+    OTHER_QUESTION = "other question"  # same coordinates, another hash: library versions differ
+    LONG_QUESTION = "question too long"
+    UNSCORED = "scorer failed"
+    LATE = "out of time"
+
+    WRONG_HASH = "configuration differs from its hash"
+    OUT_OF_BOUNDS = "configuration out of bounds"
+
+    @property
+    def outcome(self) -> Outcome:
+        """What the reason means for the group and, if it is a reject, for its sender."""
+        if self is Reason.ACCEPTED:
+            return "accept"
+        return "reject" if self in (Reason.WRONG_HASH, Reason.OUT_OF_BOUNDS) else "ignore"
+
+
+class Judge(Protocol):
+    """What is needed of the scorer pool."""
+
+    async def judge(self, spec: TaskSpec, seed: int, texts: list[str]) -> Judged:
+        """Regenerate a question and score answers to it. Raises TaskRefused or WorkerError."""
+        ...
+
+    async def judge_row(self, question: str, answer: str, verifier: verifiers.Verifier, texts: list[str]) -> Judged:
+        """Score answers to a row of a data set. Raises WorkerError."""
+        ...
+
+
+class Known(Protocol):
+    """What is needed of the pool."""
+
+    async def known(self, producer: str, tasks: Sequence[TaskRef]) -> list[bool]:
+        """For each of a peer's coordinates, whether its group was added before."""
+        ...
+
+
+class Verified(Struct, frozen=True, kw_only=True):
+    """What became of a batch."""
+
+    producer: str  # peer id
+    content_id: bytes
+    reasons: list[Reason]  # one a group, in the batch's order
+    groups: list[NewGroup]  # the accepted ones, for `Pool.add_external`
+
+    @property
+    def outcome(self) -> Outcome:
+        """Of the batch: reject if anything in it is, accept if anything in it is."""
+        outcomes = {reason.outcome for reason in self.reasons}
+        return "reject" if "reject" in outcomes else "accept" if "accept" in outcomes else "ignore"
+
+    @property
+    def counts(self) -> Counter[Outcome]:
+        """Groups by outcome."""
+        return Counter(reason.outcome for reason in self.reasons)
+
+    @property
+    def usable(self) -> int:
+        """Accepted groups that have an advantage: what a peer's score counts double."""
+        return sum(informative(group.rewards) for group in self.groups)
+
+
+class Verifier:
+    """Checks batches against one node's settings and data sets."""
+
+    def __init__(
+        self,
+        *,
+        swarm: str,
+        public_key: bytes,
+        accept: Literal["offered", "mixture"],
+        mixture: Mixture,
+        max_age_seconds: float,
+        judge: Judge,
+        known: Known,
+        batch_seconds: float = BATCH_SECONDS,
+    ) -> None:
+        self._swarm, self._public_key = swarm, public_key
+        self._max_age = max_age_seconds
+        self._judge, self._known = judge, known
+        self._batch_seconds = batch_seconds
+        mixed = {entry.spec.name for entry in mixture.entries if entry.rows is None}
+        self._generated = set(catalog.OFFERED) if accept == "offered" else mixed
+        self._datasets = {(e.spec.name, e.spec.version): e for e in mixture.entries if e.rows is not None}
+
+    async def verify(self, opened: Opened, now: float) -> Verified:
+        """Check a batch that `codec.open_batch` opened; `now` is in seconds since 1970.
+
+        Never raises for what a sender did. Raises PoolError when the pool fails.
+        """
+        batch = opened.batch
+        reasons = [self._first_look(opened, group, now) for group in batch.groups]
+        if any(reason and reason.outcome == "reject" for reason in reasons):
+            reasons = [reason or Reason.BESIDE_REJECTED for reason in reasons]
+        if not all(reasons):
+            known = await self._known.known(batch.peer_id, [group.task for group in batch.groups])
+            reasons = [
+                reason or (Reason.DUPLICATE if old else None) for reason, old in zip(reasons, known, strict=True)
+            ]
+
+        accepted: list[NewGroup] = []
+        try:
+            async with asyncio.timeout(self._batch_seconds):
+                for i, group in enumerate(batch.groups):
+                    if reasons[i] is None:
+                        judged = await self._judged(opened, group)
+                        reasons[i] = judged if isinstance(judged, Reason) else Reason.ACCEPTED
+                        if isinstance(judged, NewGroup):
+                            accepted.append(judged)
+        except TimeoutError:
+            pass  # what has no reason yet is out of time
+        return Verified(
+            producer=batch.peer_id,
+            content_id=opened.content_id,
+            reasons=[reason or Reason.LATE for reason in reasons],
+            groups=accepted,
+        )
+
+    def _first_look(self, opened: Opened, group: Group, now: float) -> Reason | None:
+        """Everything that needs no scorer, the cheapest first; None if the group is worth judging."""
+        task = group.task
+        if opened.public_key == self._public_key:
+            return Reason.OWN
+        if config_hash(task.config) != task.config_hash:
+            return Reason.WRONG_HASH
+        if reason := self._unacceptable(task):
+            return reason
+        if task.epoch > epoch_of(now) + MAX_EPOCHS_AHEAD:
+            return Reason.SKEWED
+        if now - drawn_at(task, group.sampled_at) > self._max_age:
+            return Reason.STALE
+        if is_eval_question(group.question_sha256):  # the claim is enough: a false one fails against ours later
+            return Reason.EVALUATION
+        return None
+
+    def _unacceptable(self, task: TaskRef) -> Reason | None:
+        """Whether this node takes this task, in this version and configuration."""
+        if task.source == "dataset":
+            if (task.name, task.version) in self._datasets:
+                return Reason.OUT_OF_BOUNDS if task.config else None
+            return Reason.OTHER_VERSION if any(task.name == name for name, _ in self._datasets) else Reason.UNKNOWN_TASK
+        if task.name not in self._generated:
+            return Reason.UNKNOWN_TASK
+        if task.version != catalog.library_version():
+            return Reason.OTHER_VERSION
+        try:
+            catalog.validate(task.name, task.config)
+        except TaskRefused:  # its text quotes the sender
+            return Reason.OUT_OF_BOUNDS
+        return None
+
+    async def _judged(self, opened: Opened, group: Group) -> NewGroup | Reason:
+        """Regenerate and score in one call; the group for the pool, or why not."""
+        task = group.task
+        seed = question_seed(self._swarm, opened.public_key, task.epoch, task.name, task.config_hash, task.index)
+        try:
+            judged = await self._score(task, seed, [completion.text for completion in group.completions])
+        except TaskRefused:
+            return Reason.NOT_GENERATED
+        except WorkerError:
+            return Reason.UNSCORED
+        if judged.question.sha256 != group.question_sha256:
+            return Reason.OTHER_QUESTION
+        if len(judged.question.text.encode()) > MAX_QUESTION_BYTES:
+            return Reason.LONG_QUESTION
+        return NewGroup(
+            task=task,
+            question=judged.question.text,
+            question_sha256=judged.question.sha256,
+            completions=[TrainCompletion(text=c.text, finish=c.finish) for c in group.completions],
+            rewards=judged.rewards,
+            sampled_at=group.sampled_at,
+            policy_version=group.policy_version,
+            first_drawn=False,
+        )
+
+    async def _score(self, task: TaskRef, seed: int, texts: list[str]) -> Judged:
+        entry = self._datasets.get((task.name, task.version))
+        if task.source == "dataset" and entry and entry.rows:
+            row = entry.rows.row(seed)
+            return await self._judge.judge_row(row.question, row.answer, entry.verifier, texts)
+        spec = TaskSpec(source=task.source, name=task.name, version=task.version, config=task.config)
+        return await self._judge.judge(spec, seed, texts)

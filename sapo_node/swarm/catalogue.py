@@ -1,0 +1,155 @@
+"""What the swarm offers, as far as this node knows, and what to fetch next. No I/O; times are passed in.
+
+Policy. A round needs J groups, not everybody's batches, so offers are sampled: a peer is drawn uniformly among those
+with something unseen (a loud peer is drawn no more often than a quiet one), and of its unseen batches the newest, as
+fresh groups are worth most. At most one fetch runs from a peer. A fetch that fails makes its peer wait, twice as long
+each time; a batch that failed MAX_ATTEMPTS times is given up. What was fetched, given up or refused counts as *seen*
+and is not offered again.
+"""
+
+import random
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+from sapo_node.rollouts.schema import Announcement, Listing
+from sapo_node.swarm import protocol
+
+Via = Literal["hint", "dht"]
+
+MAX_OFFERING: Final = 2048
+"""Peers whose announcements are kept; with 8 listings each a few MB. The longest unheard goes first."""
+
+MAX_SEEN: Final = 16_384
+"""Content ids remembered as seen: more than MAX_OFFERING peers can list anew within the age limit of a fast round."""
+
+MAX_ATTEMPTS: Final = 3
+BACKOFF_SECONDS: Final = 1.0
+MAX_BACKOFF_SECONDS: Final = 60.0
+"""After a failed fetch its peer rests 1, 2, 4, ... seconds, half to one and a half times, so that all who failed at
+the same moment do not come back at the same moment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """One batch to fetch from its publisher. `addresses` are multiaddrs without /p2p."""
+
+    peer_id: str
+    public_key: bytes
+    addresses: tuple[str, ...]
+    listing: Listing
+    via: Via
+
+
+@dataclass(slots=True)
+class _Offer:
+    public_key: bytes
+    announcement: Announcement
+    via: dict[bytes, Via]  # content id -> how this node first heard of it
+    heard_at: float
+    failures: int = 0
+    rests_until: float = 0.0
+    attempts: dict[bytes, int] = field(default_factory=dict)
+
+
+class Catalogue:
+    """Announcements of others, one a peer, and the record of what was seen."""
+
+    def __init__(
+        self, own_peer_id: str, max_age_seconds: float, welcome: Callable[[str, float], bool], rng: random.Random
+    ) -> None:
+        """`welcome(peer_id, now)` tells whether to talk to a peer at all."""
+        self._own = own_peer_id
+        self._max_age = max_age_seconds
+        self._welcome = welcome
+        self._rng = rng
+        self._offers: OrderedDict[str, _Offer] = OrderedDict()
+        self._busy: set[str] = set()  # outlives a forgotten offer: still one fetch a peer when it comes back
+        self._seen: OrderedDict[tuple[str, bytes], None] = OrderedDict()
+
+    def add(self, peer_id: str, public_key: bytes, announcement: Announcement, via: Via, now: float) -> bool:
+        """Take note of a verified announcement. False if it is our own, stale, from the future or not news."""
+        epoch = protocol.epoch_of(now)
+        oldest = protocol.epoch_of(now - self._max_age)
+        if peer_id == self._own or not oldest <= announcement.epoch <= epoch + protocol.MAX_EPOCHS_AHEAD:
+            return False
+        offer = self._offers.get(peer_id)
+        if offer is None:
+            offer = _Offer(public_key, announcement, {}, now)
+            self._offers[peer_id] = offer
+        elif (announcement.epoch, announcement.seq) <= (offer.announcement.epoch, offer.announcement.seq):
+            return False
+        offer.announcement, offer.heard_at = announcement, now
+        offer.via = {b.content_id: offer.via.get(b.content_id, via) for b in announcement.batches}
+        offer.attempts = {content_id: n for content_id, n in offer.attempts.items() if content_id in offer.via}
+        self._offers.move_to_end(peer_id)
+        self._forget(now)
+        return True
+
+    def available(self, now: float) -> int:
+        """Groups that could be fetched now."""
+        free = [peer_id for peer_id, offer in self._offers.items() if self._free(peer_id, offer, now)]
+        return sum(listing.groups for peer_id in free for listing in self._unseen(peer_id, now))
+
+    def take(self, now: float) -> Wanted | None:
+        """Choose what to fetch next and mark its peer busy; None if there is nothing. Report back by one of
+        `fetched`, `failed`."""
+        choices = []
+        for peer_id, offer in self._offers.items():
+            if self._free(peer_id, offer, now) and (unseen := self._unseen(peer_id, now)):
+                choices.append((peer_id, offer, unseen))
+        if not choices:
+            return None
+        peer_id, offer, unseen = self._rng.choice(choices)
+        listing = max(unseen, key=lambda b: b.created_at)
+        self._busy.add(peer_id)
+        via = offer.via[listing.content_id]
+        return Wanted(peer_id, offer.public_key, tuple(offer.announcement.addresses), listing, via)
+
+    def fetched(self, wanted: Wanted) -> None:
+        """The batch arrived (whatever it was worth)."""
+        self._busy.discard(wanted.peer_id)
+        self._see(wanted.peer_id, wanted.listing.content_id)
+        if offer := self._offers.get(wanted.peer_id):
+            offer.failures = 0
+
+    def failed(self, wanted: Wanted, now: float, *, give_up: bool = False) -> None:
+        """The fetch brought nothing: let the peer rest; `give_up` if asking for this batch again is useless."""
+        self._busy.discard(wanted.peer_id)
+        content_id = wanted.listing.content_id
+        offer = self._offers.get(wanted.peer_id)
+        if offer is None:
+            return
+        pause = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** min(offer.failures, 10))
+        offer.failures += 1
+        offer.rests_until = now + pause * self._rng.uniform(0.5, 1.5)
+        offer.attempts[content_id] = offer.attempts.get(content_id, 0) + 1
+        if give_up or offer.attempts[content_id] >= MAX_ATTEMPTS:
+            self._see(wanted.peer_id, content_id)
+
+    def peers(self, now: float) -> list[str]:
+        """Peer ids with a fresh announcement."""
+        self._forget(now)
+        return list(self._offers)
+
+    def _free(self, peer_id: str, offer: _Offer, now: float) -> bool:
+        return peer_id not in self._busy and offer.rests_until <= now and self._welcome(peer_id, now)
+
+    def _unseen(self, peer_id: str, now: float) -> list[Listing]:
+        fresh = (b for b in self._offers[peer_id].announcement.batches if now - b.created_at <= self._max_age)
+        return [b for b in fresh if (peer_id, b.content_id) not in self._seen]
+
+    def _see(self, peer_id: str, content_id: bytes) -> None:
+        # With the peer, or one that lists another's batch and fails to serve it would hide it from us.
+        self._seen[peer_id, content_id] = None
+        if len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+
+    def _forget(self, now: float) -> None:
+        """Drop peers not heard for the age limit, and the longest unheard beyond the bound."""
+        while self._offers:
+            peer_id, offer = next(iter(self._offers.items()))
+            if now - offer.heard_at <= self._max_age and len(self._offers) <= MAX_OFFERING:
+                return
+            del self._offers[peer_id]

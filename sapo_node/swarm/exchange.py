@@ -1,0 +1,437 @@
+"""The data plane as the node sees it: `await exchange.publish(batch)` and `async for r in exchange.subscribe()`.
+
+Publishing puts the signed batch on this node's shelf and announces it: in the DHT, which is the truth and the way to
+catch up, and as a gossip hint, which is quick and may be lost. Receiving is sampling: while the node `want`s groups,
+announcements are read from a few random shards of recent epochs, and unseen batches are fetched from their publishers
+over streams, a few at a time. A node that wants nothing fetches nothing; nobody downloads the swarm.
+
+The decisions are made without I/O: when to announce and what to read (`discovery.py`), what to fetch (`catalogue.py`),
+whom to trust (`peers.py`). What a received batch is worth is decided later, in `rollouts/verify.py`.
+"""
+
+import asyncio
+import hashlib
+import logging
+import math
+import random
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from sapo_node.config import SwarmSection
+from sapo_node.identity import Identity, peer_id_from_public_key
+from sapo_node.rollouts import codec
+from sapo_node.rollouts.codec import Opened, Rejected, UnknownVersion
+from sapo_node.rollouts.schema import Announcement, Batch
+from sapo_node.swarm import fetch, protocol
+from sapo_node.swarm.catalogue import Catalogue, Via, Wanted
+from sapo_node.swarm.dht import SwarmDHT
+from sapo_node.swarm.discovery import AnnouncePlan, Shard, choose_shards
+from sapo_node.swarm.fetch import FetchFailed, FetchServer, RateLimit, Shelf
+from sapo_node.swarm.p2p import Network
+from sapo_node.swarm.p2pd import NetworkError
+from sapo_node.swarm.peers import PeerBook
+from sapo_node.swarm.records import shard_prefix
+
+log = logging.getLogger(__name__)
+
+READ_SECONDS: Final = 2.0
+MAX_READ_SECONDS: Final = 5.0
+IDLE_READ_SECONDS: Final = 20.0
+"""Pause between two looks into the DHT while groups are wanted (longer each time there is no news), and while none are
+wanted: then only to know who is there and how large the shards are."""
+
+RESUBSCRIBE_SECONDS: Final = 3.0
+"""Pause before a lost subscription to hints is taken up again."""
+
+POLL_SECONDS: Final = 0.5
+"""How soon a rise of `want` is noticed. News and finished fetches are noticed at once."""
+
+AUTO_PUSH_PEERS: Final = 64
+"""`push: auto` stops gossiping above this many known peers: gossip's cost grows with the swarm, the DHT's does not."""
+
+MAX_WAITING: Final = 64
+"""Received batches that wait for the subscriber; beyond it the oldest is dropped."""
+
+MAX_HEARD: Final = 4096
+"""Digests of announcements already looked at, so that a copy costs no signature check."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A well-formed, signed batch of another node; whether it is true is not known yet."""
+
+    opened: Opened
+    size: int  # bytes of the envelope
+    peer_id: str
+    via: Via
+    seconds: float  # from the first byte asked for to a decoded batch
+
+
+@dataclass(slots=True)
+class ExchangeStats:
+    """Counters since the start. `bytes_*` are envelopes only: neither the DHT's nor gossip's own traffic."""
+
+    bytes_in: int = 0
+    bytes_out: int = 0
+    batches_published: int = 0
+    batches_in: int = 0
+    batches_out: int = 0
+    hints_in: int = 0
+    hints_out: int = 0
+    hints_dropped: int = 0
+    announcements_in: int = 0
+    announcements_out: int = 0
+    announcements_invalid: int = 0
+    store_failures: int = 0
+    read_failures: int = 0
+    fetch_failures: int = 0
+    fetch_faults: int = 0
+    rejected: int = 0
+    dropped: int = 0
+    peers_known: int = 0
+
+
+class Exchange:
+    """Publishes this node's batches and receives others'. `run()` does the work; the rest are its two ends."""
+
+    def __init__(
+        self,
+        network: Network,
+        dht: SwarmDHT,
+        identity: Identity,
+        swarm: str,
+        settings: SwarmSection,
+        *,
+        max_age_seconds: float,
+        seq_start: int,
+        want: Callable[[], int],
+        book: PeerBook | None = None,
+        version: str = "",
+        roles: Sequence[str] = (),
+        rng: random.Random | None = None,
+    ) -> None:
+        """`want()` is the number of groups the node could use beyond those it was given; `seq_start` the least `seq` of
+        an announcement; `version` and `roles` are told to others."""
+        self.stats = ExchangeStats()
+        self.book = book if book is not None else PeerBook()
+        self._network = network
+        self._dht = dht
+        self._identity = identity
+        self._swarm = swarm
+        self._settings = settings
+        self._seq = seq_start
+        self._want = want
+        self._version = version
+        self._roles = list(roles)
+        self._rng = rng if rng is not None else random.Random()
+        self._shelf = Shelf(max_age_seconds)
+        self._server = FetchServer(self._shelf, self._welcome_now, self._count_served)
+        self._catalogue = Catalogue(identity.peer_id, max_age_seconds, self.book.welcome, self._rng)
+        self._announcing = AnnouncePlan(self._rng)
+        self._heard: OrderedDict[bytes, None] = OrderedDict()
+        self._hint_rate = RateLimit()
+        self._promised = 0  # groups being fetched, waiting for the subscriber, or in its hands
+        self._running = 0
+        self._announce_now = asyncio.Event()
+        self._fetch_now = asyncio.Event()
+        self._received: asyncio.Queue[Received] = asyncio.Queue(MAX_WAITING)
+
+    # The two ends
+
+    async def publish(self, batch: Batch) -> bytes:
+        """Offer a batch to the swarm; returns its content id. Raises Rejected if it breaks a limit of the wire."""
+        envelope = codec.encode_batch(batch, self._identity)
+        self._shelf.put(envelope, len(batch.groups), batch.created_at, time.time())
+        self.stats.batches_published += 1
+        self._announcing.published()
+        self._announce_now.set()
+        return envelope.content_id
+
+    async def subscribe(self) -> AsyncGenerator[Received, None]:
+        """Batches of others as they arrive, for one reader. A batch counts against `want` until the next is asked
+        for, so take its groups over before that."""
+        while True:
+            received = await self._received.get()
+            try:
+                yield received
+            finally:
+                self._settle(len(received.opened.batch.groups))
+
+    def peers_known(self) -> list[str]:
+        """Ids of other nodes with a fresh announcement."""
+        return self._catalogue.peers(time.time())
+
+    async def run(self) -> None:
+        """Serve, announce, discover and fetch until cancelled. Raises NetworkError when the network is gone."""
+        await self._network.serve_stream(protocol.FETCH_PROTOCOL, self._server.serve)
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self._announce_loop(), name="announce")
+            tasks.create_task(self._discover_loop(), name="discover")
+            tasks.create_task(self._fetch_loop(tasks), name="fetch")
+            if self._settings.push != "off":
+                tasks.create_task(self._hint_loop(), name="hints")
+
+    # Announcing
+
+    async def _announce_loop(self) -> None:
+        while True:
+            self._announce_now.clear()
+            now = time.time()
+            due = self._announcing.due(bool(self._shelf.newest(now)))
+            if due <= now:
+                await self._announce(now)
+            else:
+                await _wait(self._announce_now, min(due - now, protocol.EPOCH_SECONDS))
+
+    async def _announce(self, now: float) -> None:
+        """Push the announcement and write it to the DHT."""
+        epoch, k = protocol.epoch_of(now), self._dht.schedule.k
+        shard = Shard(epoch, k, shard_prefix(self._identity.public_key, epoch, k))
+        expires_at = self._announcing.started(now)
+        # Milliseconds keep it rising across restarts; holders take a record only if its seq is higher.
+        self._seq = max(self._seq + 1, int(now * 1000))
+        try:
+            data = self._sign(shard, now, await self._network.addresses())
+            await self._push(data)
+            stored = await self._dht.announce(data, shard.epoch, shard.k, shard.prefix, expires_at)
+        except NetworkError as error:
+            log.debug("announcing failed: %s", error)
+            stored = False
+        if stored:
+            self.stats.announcements_out += 1
+        else:
+            self.stats.store_failures += 1
+            self._announcing.failed()
+
+    async def _push(self, data: bytes) -> None:
+        if not self._push_is_on():
+            return
+        try:
+            await self._network.publish(protocol.hint_topic(self._swarm), data)
+            self.stats.hints_out += 1
+        except NetworkError as error:  # only a hint: the DHT has it too
+            log.debug("pushing a hint failed: %s", error)
+
+    def _sign(self, shard: Shard, now: float, addresses: Sequence[str]) -> bytes:
+        """The announcement with as many addresses as fit into a record."""
+        announcement = Announcement(
+            proto=protocol.PROTO,
+            swarm=self._swarm,
+            epoch=shard.epoch,
+            k=shard.k,
+            prefix=shard.prefix,
+            seq=self._seq,
+            created_at=now,
+            version=self._version,
+            roles=self._roles,
+            addresses=[],
+            batches=self._shelf.newest(now),
+        )
+        data = codec.encode_announcement(announcement, self._identity)
+        room = protocol.MAX_RECORD_BYTES - len(data)
+        fitting: list[str] = []
+        for address in addresses:
+            cost = len(address.encode()) + 2  # at most two bytes of length before a text of this size
+            if len(fitting) < protocol.MAX_ADDRESSES and len(address) <= protocol.MAX_ADDRESS_CHARS and cost <= room:
+                fitting.append(address)
+                room -= cost
+        return codec.encode_announcement(msgspec.structs.replace(announcement, addresses=fitting), self._identity)
+
+    def _push_is_on(self) -> bool:
+        if self._settings.push == "auto":
+            return len(self.peers_known()) <= AUTO_PUSH_PEERS
+        return self._settings.push == "on"
+
+    # Discovering
+
+    async def _discover_loop(self) -> None:
+        pause, last = READ_SECONDS, -math.inf
+        while True:
+            rest = pause if self._is_hungry() else IDLE_READ_SECONDS
+            if time.monotonic() - last >= rest * self._rng.uniform(0.7, 1.3):
+                news = await self._look()
+                last = time.monotonic()
+                pause = READ_SECONDS if news else min(MAX_READ_SECONDS, pause * 1.3)
+            self.stats.peers_known = len(self.peers_known())
+            await asyncio.sleep(POLL_SECONDS)
+
+    def _is_hungry(self) -> bool:
+        """Whether more groups are wanted than the known announcements offer."""
+        wanted = self._want() - self._promised
+        return wanted > 0 and self._catalogue.available(time.time()) < wanted
+
+    async def _look(self) -> int:
+        """Read a few shards; returns the number of announcements that were news."""
+        schedule = self._dht.schedule
+        epoch = protocol.epoch_of(time.time())
+        shards = choose_shards(epoch, schedule.k, schedule.readable(), self._rng)
+        news = sum(await asyncio.gather(*(self._read(shard) for shard in shards)))
+        if news:
+            self._fetch_now.set()
+        return news
+
+    async def _read(self, shard: Shard) -> int:
+        """Read one shard; returns the number of announcements that were news."""
+        try:
+            records = await self._dht.read(shard.epoch, shard.k, shard.prefix)
+        except NetworkError as error:
+            log.debug("reading a shard failed: %s", error)
+            self.stats.read_failures += 1
+            return 0
+        news = 0
+        for data in records:
+            heard = self._hear(data)
+            if heard is None:
+                continue
+            public_key, a = heard
+            if (a.epoch, a.k, a.prefix) != (shard.epoch, shard.k, shard_prefix(public_key, shard.epoch, shard.k)):
+                self.stats.announcements_invalid += 1
+                continue
+            self.stats.announcements_in += 1
+            news += self._note(public_key, a, "dht")
+        return news
+
+    def _hear(self, data: bytes) -> tuple[bytes, Announcement] | None:
+        """Open an announcement, unless this very one was looked at before."""
+        digest = hashlib.sha256(data).digest()
+        if digest in self._heard:
+            return None
+        self._heard[digest] = None
+        if len(self._heard) > MAX_HEARD:
+            self._heard.popitem(last=False)
+        try:
+            return codec.open_announcement(data, self._swarm)
+        except Rejected:
+            self.stats.announcements_invalid += 1
+            return None
+
+    def _note(self, public_key: bytes, announcement: Announcement, via: Via) -> bool:
+        peer_id, now = peer_id_from_public_key(public_key), time.time()
+        news = self._catalogue.add(peer_id, public_key, announcement, via, now)
+        if news:
+            self.book.saw(peer_id, announcement.addresses, now)
+        return news
+
+    async def _hint_loop(self) -> None:
+        """Listen to announcements pushed by others. A lost subscription is taken up again."""
+        while True:
+            try:
+                subscription = self._network.subscribe(protocol.hint_topic(self._swarm))
+                async with aclosing(subscription) as hints:
+                    async for sender, data in hints:
+                        self._take_hint(sender, data)
+            except NetworkError as error:
+                log.debug("the subscription to hints ended: %s", error)
+            await asyncio.sleep(RESUBSCRIBE_SECONDS)
+
+    def _take_hint(self, sender: str, data: bytes) -> None:
+        if not self._hint_rate.take(sender, time.monotonic()) or not self._welcome_now(sender):
+            self.stats.hints_dropped += 1
+            return
+        heard = self._hear(data)
+        if heard is None:
+            return
+        public_key, announcement = heard
+        if peer_id_from_public_key(public_key) != sender:  # everyone pushes their own only
+            self.stats.hints_dropped += 1
+            return
+        self.stats.hints_in += 1
+        if self._note(public_key, announcement, "hint"):
+            self._fetch_now.set()
+
+    # Fetching
+
+    async def _fetch_loop(self, tasks: asyncio.TaskGroup) -> None:
+        while True:
+            self._fetch_now.clear()
+            while self._running < self._settings.max_fetches and self._want() > self._promised:
+                wanted = self._catalogue.take(time.time())
+                if wanted is None:
+                    break
+                self._running += 1
+                self._promised += wanted.listing.groups
+                tasks.create_task(self._fetch(wanted), name="fetch a batch")
+            await _wait(self._fetch_now, POLL_SECONDS)
+
+    async def _fetch(self, wanted: Wanted) -> None:
+        started = time.monotonic()
+        received = None
+        try:
+            data = await self._transfer(wanted)
+            self.stats.bytes_in += len(data)
+            opened = self._open(wanted, data)
+            received = Received(opened, len(data), wanted.peer_id, wanted.via, time.monotonic() - started)
+            self._catalogue.fetched(wanted)
+        except (FetchFailed, NetworkError) as error:
+            self._fetch_failed(wanted, error)
+        finally:
+            self._running -= 1
+            if received is None:
+                self._settle(wanted.listing.groups)
+        if received is not None:
+            self._deliver(received)
+            self._fetch_now.set()
+
+    async def _transfer(self, wanted: Wanted) -> bytes:
+        reader, writer = await self._network.open_stream(wanted.peer_id, protocol.FETCH_PROTOCOL, wanted.addresses)
+        return await fetch.ask(reader, writer, wanted.listing)
+
+    def _open(self, wanted: Wanted, data: bytes) -> Opened:
+        """Decode what was fetched. Raises FetchFailed if it is not what the announcement promised."""
+        try:
+            opened = codec.open_batch(data, self._swarm)
+        except UnknownVersion as error:
+            raise FetchFailed(str(error), gone=True) from None
+        except Rejected as error:
+            self.stats.rejected += 1
+            raise FetchFailed(str(error), fault=True) from None
+        if opened.public_key != wanted.public_key or len(opened.batch.groups) != wanted.listing.groups:
+            raise FetchFailed("the batch is not the one announced", fault=True)
+        return opened
+
+    def _fetch_failed(self, wanted: Wanted, error: FetchFailed | NetworkError) -> None:
+        fault = isinstance(error, FetchFailed) and error.fault
+        give_up = isinstance(error, FetchFailed) and (error.fault or error.gone)
+        now = time.time()
+        self._catalogue.failed(wanted, now, give_up=give_up)
+        self.stats.fetch_failures += 1
+        if fault:
+            self.stats.fetch_faults += 1
+            self.book.rejected(wanted.peer_id, now)
+        log.debug("fetching from %s failed: %s", wanted.peer_id, error)
+
+    def _deliver(self, received: Received) -> None:
+        self.stats.batches_in += 1
+        if self._received.full():
+            oldest = self._received.get_nowait()
+            self.stats.dropped += 1
+            self._settle(len(oldest.opened.batch.groups))
+        self._received.put_nowait(received)
+
+    def _settle(self, groups: int) -> None:
+        self._promised -= groups
+        self._fetch_now.set()
+
+    # Small things
+
+    def _welcome_now(self, peer_id: str) -> bool:
+        return self.book.welcome(peer_id, time.time())
+
+    def _count_served(self, peer_id: str, size: int) -> None:
+        self.stats.batches_out += 1
+        self.stats.bytes_out += size
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait for the event, at most `seconds`."""
+    try:
+        async with asyncio.timeout(max(0.0, seconds)):
+            await event.wait()
+    except TimeoutError:
+        return

@@ -1,0 +1,345 @@
+"""The network of one node: a p2pd child (libp2p in Go) and the few things the node asks of it.
+
+hivemind's `P2P` is attached to p2pd for the DHT's calls. Everything else (connecting, raw streams, gossip) is a short
+exchange on p2pd's control socket and goes past hivemind, whose readers have no bounds and whose calls hang for ever
+once p2pd is gone. Every call here has a deadline and ends at once when p2pd dies; both surface as `NetworkError` naming
+the call.
+"""
+
+import asyncio
+import logging
+from collections import Counter, deque
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import base58
+
+from sapo_node.identity import Identity
+from sapo_node.swarm.hivemind_light import P2P, Multiaddr, P2PDaemonError, P2PHandlerError, p2pd_pb2
+from sapo_node.swarm.p2pd import (
+    MAX_CONTROL_BYTES,
+    Daemon,
+    NetworkError,
+    PortInUse,
+    check_port_is_free,
+    decode_multiaddr,
+    encode_multiaddr,
+    exchange,
+    peer_bytes,
+    read_message,
+)
+
+__all__ = ["Network", "NetworkError", "PortInUse", "StreamHandler"]
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+StreamHandler = Callable[[str, asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+
+CALL_SECONDS: Final = 5.0
+"""Deadline of a call that p2pd answers by itself; it takes milliseconds."""
+DIAL_SECONDS: Final = 10.0
+"""Deadline of a call in which p2pd reaches another machine."""
+STREAM_SECONDS: Final = 60.0
+"""Longest life of an incoming stream: a peer that reads slowly must not hold a place for ever."""
+MAX_STREAMS: Final = 64
+MAX_STREAMS_PER_PEER: Final = 4
+"""Incoming streams at the same time; beyond that a stream is closed unanswered, and the peer comes again."""
+MAX_DIALLED_ADDRESSES: Final = 8
+"""Of the addresses a stranger announces, so many are tried."""
+MAX_HINT_BYTES: Final = 16 * 1024
+MAX_QUEUED_HINTS: Final = 256
+"""Gossip is a hint that may be lost: larger messages are dropped, and a slow reader loses the oldest."""
+
+
+class Network:
+    """One p2pd and this node's place in the network. `await Network.start(...)`, and `close()` in the end.
+
+    `peer_id` and `public_key` are this node's; `p2p` is hivemind's handle for the DHT; peers in `denied` get no answer
+    on streams, gossip or DHT; `unreachable` are the initial peers that could not be dialled at the start.
+    """
+
+    def __init__(self, identity: Identity, daemon: Daemon) -> None:
+        self.peer_id = identity.peer_id
+        self.public_key = identity.public_key
+        self.p2p: Any = None
+        self.denied: set[str] = set()
+        self.unreachable: list[str] = []
+        self.daemon = daemon
+        self._streams_path = daemon.folder / "streams.sock"
+        self._handlers: dict[str, StreamHandler] = {}
+        self._streams: dict[asyncio.Task[Any], str] = {}
+        self._server: asyncio.Server | None = None
+        self._dead = asyncio.create_task(daemon.ended())
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls,
+        identity: Identity,
+        *,
+        work_dir: Path,
+        listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
+        announce: Sequence[str] = (),
+        initial_peers: Sequence[str] = (),
+        nat_port_map: bool = False,
+        pubsub: bool = True,
+        relay_service: bool = False,
+    ) -> "Network":
+        """Start p2pd and dial the initial peers; those that do not answer are no error (see `unreachable`).
+
+        `listen` and `announce` are multiaddrs, `initial_peers` end with /p2p/<peer id>. Raises `PortInUse` for a taken
+        port and `NetworkError` with p2pd's own words for everything else that keeps it from starting.
+        """
+        for address in listen:
+            check_port_is_free(address)
+        switches = {"natPortMap": nat_port_map, "pubsub": pubsub, "relayService": relay_service}
+        flags = [
+            f"-id={identity.path.absolute()}",
+            f"-hostAddrs={','.join(listen)}",
+            *([f"-announceAddrs={','.join(announce)}"] if announce else []),
+            *(f"-{name}={int(on)}" for name, on in switches.items()),
+            *("-dhtServer=1", "-connManager=1", "-autonat=1", "-relay=1", "-tls=1"),
+            "-idleTimeout=30s",  # ends a p2pd whose node died before the death signal was set
+        ]
+        self = cls(identity, await Daemon.start(work_dir, flags))
+        try:
+            await self._attach(identity)
+            self.unreachable = await self._dial_all(initial_peers)
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def _attach(self, identity: Identity) -> None:
+        """Give hivemind its connection to p2pd, and count that connection's end as p2pd's."""
+        control = Multiaddr(f"/unix{self.daemon.control_path}")
+        self.p2p = await self.guard("attach to p2pd", P2P.replicate(control), CALL_SECONDS)
+        found = self.p2p.peer_id.to_base58()
+        if found != self.peer_id:
+            raise NetworkError(f"p2pd calls itself {found}, but {identity.path} is {self.peer_id}")
+        self._dead = asyncio.create_task(self._watch(self._dead))
+
+    async def _watch(self, process: asyncio.Task[str]) -> str:
+        """Return why there is no working p2pd any more.
+
+        hivemind may lose its connection while p2pd lives (a reply that meets a call cancelled in the same instant ends
+        its reader) and then hangs in silence; that is no better than a dead p2pd.
+        """
+        control = self.p2p._client.control
+        waiting: set[asyncio.Task[Any]] = {process, control._read_task, control._write_task}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({process}, timeout=0.5)  # the connection falls just before the process is seen to end
+        if process.done():
+            return process.result()
+        process.cancel()
+        return "the network was closed" if self._closed else "hivemind lost its connection to p2pd"
+
+    async def close(self) -> None:
+        """End streams, subscriptions and p2pd, and remove its sockets. Safe to call twice."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._server is not None:
+            self._server.close()
+        for task in self._streams:
+            task.cancel()
+        if self._streams:
+            await asyncio.wait(self._streams, timeout=CALL_SECONDS)
+        if self.p2p is not None:
+            await self.p2p.shutdown()
+        await self.daemon.stop()
+        await self._dead
+
+    async def wait_dead(self) -> str:
+        """Wait until p2pd has died (or this network was closed) and return why, in words for people."""
+        return await asyncio.shield(self._dead)
+
+    async def guard(self, what: str, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        """Await `work`, but at most `seconds` and only while p2pd lives. Raises `NetworkError` naming `what`."""
+        if self._closed:
+            work.close()
+            raise NetworkError(f"{what}: the network is closed")
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task, self._dead}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=1.0)  # let it close what it had opened
+            reason = self._dead.result() if self._dead.done() else f"no answer within {seconds:g} s"
+            raise NetworkError(f"{what}: {reason}")
+        try:
+            return task.result()
+        except (P2PDaemonError, P2PHandlerError, OSError, EOFError, TimeoutError) as error:
+            if isinstance(error, OSError | EOFError):  # its socket falls just before p2pd is seen to end
+                await asyncio.wait({self._dead}, timeout=1.0)
+            reason = self._dead.result() if self._dead.done() else " ".join(str(error).split()) or type(error).__name__
+            raise NetworkError(f"{what}: {reason}") from error
+
+    # Asking p2pd
+
+    async def _ask(self, what: str, seconds: float, **fields: Any) -> Any:
+        """One request to p2pd and its answer, under a deadline."""
+
+        async def ask() -> Any:
+            response, _, writer = await exchange(self.daemon.control_path, p2pd_pb2.Request(**fields))
+            writer.close()
+            return response
+
+        return await self.guard(what, ask(), seconds)
+
+    async def addresses(self) -> list[str]:
+        """Multiaddrs at which others can reach this node, as far as p2pd knows, without /p2p."""
+        response = await self._ask("ask p2pd for its addresses", CALL_SECONDS, type=p2pd_pb2.Request.IDENTIFY)
+        return [decode_multiaddr(address) for address in response.identify.addrs]
+
+    async def peers(self) -> list[str]:
+        """Ids of the peers that this node is connected to."""
+        response = await self._ask("list peers", CALL_SECONDS, type=p2pd_pb2.Request.LIST_PEERS)
+        return sorted({base58.b58encode(peer.id).decode() for peer in response.peers})
+
+    async def connect(self, multiaddr: str) -> str:
+        """Dial an address that ends with /p2p/<peer id>; return that id."""
+        address, found, peer_id = multiaddr.rpartition("/p2p/")
+        if not found:
+            raise NetworkError(f"connect to {multiaddr}: the address of a peer ends with /p2p/<its peer id>")
+        await self._dial(f"connect to {multiaddr}", peer_id, [address] if address else [])
+        return peer_id
+
+    async def _dial(self, what: str, peer_id: str, addresses: Sequence[str]) -> None:
+        try:
+            encoded = [encode_multiaddr(address) for address in addresses[:MAX_DIALLED_ADDRESSES]]
+            connect = p2pd_pb2.ConnectRequest(peer=peer_bytes(peer_id), addrs=encoded, timeout=int(DIAL_SECONDS))
+        except ValueError as error:
+            raise NetworkError(f"{what}: {error}") from error
+        # p2pd gets the deadline; one second more for its answer.
+        await self._ask(what, DIAL_SECONDS + 1, type=p2pd_pb2.Request.CONNECT, connect=connect)
+
+    async def _dial_all(self, multiaddrs: Sequence[str]) -> list[str]:
+        """Dial several peers at once; return those that did not answer."""
+        outcomes = await asyncio.gather(*map(self.connect, multiaddrs), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException) and not isinstance(outcome, NetworkError):
+                raise outcome
+        return [m for m, outcome in zip(multiaddrs, outcomes, strict=True) if isinstance(outcome, NetworkError)]
+
+    async def disconnect(self, peer_id: str) -> None:
+        """Close all connections to a peer. It may come again: see `denied`."""
+        request = p2pd_pb2.DisconnectRequest(peer=peer_bytes(peer_id))
+        kind = p2pd_pb2.Request.DISCONNECT
+        await self._ask(f"disconnect {peer_id}", CALL_SECONDS, type=kind, disconnect=request)
+
+    # Raw streams
+
+    async def open_stream(
+        self, peer_id: str, protocol: str, addresses: Sequence[str] = ()
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        """A binary stream to a peer's `serve_stream` handler. The caller frames, bounds and closes it.
+
+        `addresses` (without /p2p) are dialled first; without them p2pd uses what it knows and asks its neighbours.
+        """
+        what = f"open {protocol} to {peer_id}"
+        if addresses:
+            await self._dial(what, peer_id, addresses)
+        request = p2pd_pb2.Request(
+            type=p2pd_pb2.Request.STREAM_OPEN,
+            streamOpen=p2pd_pb2.StreamOpenRequest(
+                peer=peer_bytes(peer_id), proto=[protocol], timeout=int(DIAL_SECONDS)
+            ),
+        )
+        _, reader, writer = await self.guard(what, exchange(self.daemon.control_path, request), DIAL_SECONDS + 1)
+        return reader, writer
+
+    async def serve_stream(self, protocol: str, handler: StreamHandler) -> None:
+        """Let peers open `protocol`: `handler(peer_id, reader, writer)` runs for each stream, bounded in number and
+        time, and the stream is closed when it returns. Trouble with one stream ends only that stream."""
+        if self._server is None:
+            self._server = await asyncio.start_unix_server(self._incoming, str(self._streams_path))
+        self._handlers[protocol] = handler
+        request = p2pd_pb2.StreamHandlerRequest(
+            addr=Multiaddr(f"/unix{self._streams_path}").to_bytes(), proto=[protocol], balanced=False
+        )
+        kind = p2pd_pb2.Request.STREAM_HANDLER
+        await self._ask(f"serve {protocol}", CALL_SECONDS, type=kind, streamHandler=request)
+
+    async def _incoming(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        peer_id, ended_well = "", False
+        try:
+            if len(self._streams) >= MAX_STREAMS:
+                return
+            self._streams[task] = peer_id
+            async with asyncio.timeout(CALL_SECONDS):
+                info = p2pd_pb2.StreamInfo.FromString(await read_message(reader, 4096))
+            peer_id = base58.b58encode(info.peer).decode()
+            handler = self._handlers.get(info.proto)
+            full = Counter(self._streams.values())[peer_id] >= MAX_STREAMS_PER_PEER
+            if handler is None or full or peer_id in self.denied:
+                return
+            self._streams[task] = peer_id
+            async with asyncio.timeout(STREAM_SECONDS):
+                await handler(peer_id, reader, writer)
+            ended_well = True
+        except (OSError, EOFError, TimeoutError) as error:
+            log.debug("stream of %s ended: %r", peer_id, error)
+        except Exception:  # a handler's fault, here told, must not take the other streams with it
+            log.exception("a stream handler failed on a stream of %s", peer_id)
+        finally:
+            self._streams.pop(task, None)
+            if ended_well:
+                writer.close()  # sends what is still buffered
+            else:
+                writer.transport.abort()
+
+    # Gossip
+
+    async def publish(self, topic: str, data: bytes) -> None:
+        """Push a hint of at most `MAX_HINT_BYTES` to the subscribers of `topic`; it may be lost."""
+        if len(data) > MAX_HINT_BYTES:
+            raise ValueError(f"a hint has at most {MAX_HINT_BYTES} bytes, not {len(data)}")
+        request = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.PUBLISH, topic=topic, data=data)
+        await self._ask(f"publish to {topic}", CALL_SECONDS, type=p2pd_pb2.Request.PUBSUB, pubsub=request)
+
+    async def subscribe(self, topic: str) -> AsyncGenerator[tuple[str, bytes], None]:
+        """Hints of others on `topic`, as (sender's peer id, data). Signed by the sender and checked by p2pd.
+
+        At most `MAX_QUEUED_HINTS` wait; then the oldest is dropped. Raises `NetworkError` when p2pd is gone.
+        """
+        what = f"subscribe to {topic}"
+        request = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.SUBSCRIBE, topic=topic)
+        opening = exchange(self.daemon.control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.PUBSUB, pubsub=request))
+        _, reader, writer = await self.guard(what, opening, CALL_SECONDS)
+        waiting: deque[tuple[str, bytes]] = deque(maxlen=MAX_QUEUED_HINTS)
+        arrived = asyncio.Event()
+        pump = asyncio.create_task(self._pump(reader, waiting, arrived))
+        try:
+            while True:
+                while waiting:
+                    yield waiting.popleft()
+                arrived.clear()
+                if pump.done():
+                    raise NetworkError(f"{what}: {pump.result()}")
+                await arrived.wait()
+        finally:
+            pump.cancel()
+            writer.close()
+
+    async def _pump(
+        self, reader: asyncio.StreamReader, waiting: deque[tuple[str, bytes]], arrived: asyncio.Event
+    ) -> str:
+        """Move hints from p2pd into the queue; return why there will be no more."""
+        try:
+            while True:
+                message = p2pd_pb2.PSMessage.FromString(await read_message(reader, MAX_CONTROL_BYTES))
+                sender = base58.b58encode(getattr(message, "from")).decode()
+                if sender != self.peer_id and sender not in self.denied and len(message.data) <= MAX_HINT_BYTES:
+                    waiting.append((sender, message.data))
+                    arrived.set()
+        except (OSError, EOFError) as error:
+            return f"p2pd ended the subscription ({type(error).__name__})"
+        finally:
+            arrived.set()

@@ -1,0 +1,185 @@
+"""The node's place in the swarm, from p2pd up, kept running.
+
+One *session* is a p2pd with the DHT node, the exchange and the search for peers on it. When p2pd dies, or hivemind
+loses it, the session ends as a whole and the next one starts after a growing pause; the node trains on meanwhile.
+"""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from importlib.metadata import version
+from typing import Final
+
+import structlog
+
+from sapo_node.config import NodeConfig
+from sapo_node.datadir import DataDir
+from sapo_node.errors import SapoError
+from sapo_node.identity import Identity
+from sapo_node.rollouts.pool import Pool
+from sapo_node.rollouts.schema import Batch, Group, ModelCard
+from sapo_node.swarm.bootstrap import Bootstrap, Outcome, Result
+from sapo_node.swarm.dht import SwarmDHT
+from sapo_node.swarm.exchange import Exchange, ExchangeStats
+from sapo_node.swarm.p2p import Network
+from sapo_node.swarm.p2pd import NetworkError, PortInUse, check_port_is_free
+from sapo_node.swarm.peers import PeerBook, load_peers, save_peers
+from sapo_node.swarm.protocol import PROTO
+from sapo_node.training.base import ModelInfo
+
+log = structlog.get_logger(__name__)
+
+FIRST_PAUSE_SECONDS: Final = 1.0
+LONGEST_PAUSE_SECONDS: Final = 60.0
+SAVE_PEERS_SECONDS: Final = 30.0
+ADDRESS_SECONDS: Final = 2.0  # between two looks at our own addresses: a router may give us new ones
+
+Consume = Callable[[Exchange], Awaitable[None]]
+
+
+class SwarmService:
+    """The swarm as the node sees it: `run` keeps it up, `publish` offers groups, the rest says how it is."""
+
+    def __init__(self, config: NodeConfig, identity: Identity, data: DataDir) -> None:
+        self._config = config
+        self._identity = identity
+        self._data = data
+        known, told = load_peers(data.peers)
+        if told:
+            log.warning(told)
+        self.book = PeerBook(known=known)
+        self.addresses: list[str] = []
+        self.stats = ExchangeStats()
+        self.sessions = 0
+        self._exchange: Exchange | None = None
+        self._dropped_batches = 0
+
+    @property
+    def peers(self) -> int:
+        """Other nodes of this swarm with a fresh announcement."""
+        return len(self._exchange.peers_known()) if self._exchange is not None else 0
+
+    def check_ports(self) -> None:
+        """Raise SapoError for a port that another process listens on: p2pd would share it silently."""
+        for address in self._config.swarm.listen:
+            try:
+                check_port_is_free(address)
+            except PortInUse as error:
+                raise SapoError(str(error)) from error
+
+    async def publish(self, pool: Pool, model: ModelInfo, groups: list[Group]) -> None:
+        """Offer groups to the swarm. Without a session they are dropped: they would be stale before the next one."""
+        if self._exchange is None:
+            self._dropped_batches += 1
+            return
+        batch = Batch(
+            proto=PROTO,
+            swarm=self._config.swarm.name,
+            peer_id=self._identity.peer_id,
+            seq=await pool.next_seq("batch"),
+            created_at=time.time(),
+            model=ModelCard(
+                name=model.name, params=model.params, licence=model.licence, tokenizer_sha256=model.tokenizer_sha256
+            ),
+            groups=groups,
+        )
+        await self._exchange.publish(batch)
+
+    async def run(self, pool: Pool, want: Callable[[], int], consume: Consume) -> None:
+        """Keep a session running until cancelled. Raises SapoError for a port that is taken."""
+        pause = FIRST_PAUSE_SECONDS
+        while True:
+            started = time.monotonic()
+            try:
+                await self._session(pool, want, consume)
+            except* PortInUse as group:
+                raise SapoError(str(group.exceptions[0])) from group
+            except* NetworkError as group:
+                log.warning("the network is down; training goes on", reason=str(group.exceptions[0]), again_in=pause)
+            if time.monotonic() - started > LONGEST_PAUSE_SECONDS:
+                pause = FIRST_PAUSE_SECONDS
+            await asyncio.sleep(pause)
+            pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
+
+    async def _session(self, pool: Pool, want: Callable[[], int], consume: Consume) -> None:
+        settings = self._config.swarm
+        network = await Network.start(
+            self._identity,
+            work_dir=self._data.path / "run",
+            listen=settings.listen,
+            announce=settings.announce,
+            nat_port_map=settings.nat_port_map,
+            pubsub=settings.push != "off",
+        )
+        dht: SwarmDHT | None = None
+        try:
+            await self._tell_addresses(network)
+            dht = await SwarmDHT.start(
+                network, settings.name, initial_peers=[], store_for_others=settings.store_for_others
+            )
+            self._exchange = Exchange(
+                network,
+                dht,
+                self._identity,
+                settings.name,
+                settings,
+                max_age_seconds=self._config.rollouts.max_age_seconds,
+                seq_start=await pool.next_seq("announcement"),
+                want=want,
+                book=self.book,
+                version=version("sapo-node"),
+                roles=["trainer"],
+            )
+            self.stats = self._exchange.stats
+            self.sessions += 1
+            bootstrap = Bootstrap(network, dht, settings.initial_peers, self.book, self._tell_outcome)
+            await self._run_services(network, self._exchange, bootstrap, consume)
+        finally:
+            self._exchange = None
+            if dht is not None:
+                await dht.close()
+            await network.close()
+
+    async def _run_services(self, network: Network, exchange: Exchange, bootstrap: Bootstrap, consume: Consume) -> None:
+        async def end_with_p2pd() -> None:
+            raise NetworkError(await network.wait_dead())
+
+        async with asyncio.TaskGroup() as group:
+            group.create_task(end_with_p2pd(), name="p2pd")
+            group.create_task(bootstrap.run(), name="bootstrap")
+            group.create_task(exchange.run(), name="exchange")
+            group.create_task(_run(consume, exchange), name="arrivals")
+            group.create_task(self._follow_addresses(network), name="addresses")
+            group.create_task(self._save_peers(), name="peers")
+
+    def _tell_outcome(self, outcome: Outcome) -> None:
+        tell = log.info if outcome.result is Result.CONNECTED else log.warning
+        tell(outcome.message)
+
+    async def _tell_addresses(self, network: Network) -> None:
+        self.addresses = [f"{address}/p2p/{network.peer_id}" for address in await network.addresses()]
+        log.info("listening", peer_id=network.peer_id, addresses=self.addresses)
+
+    async def _follow_addresses(self, network: Network) -> None:
+        while True:
+            await asyncio.sleep(ADDRESS_SECONDS)
+            found = [f"{address}/p2p/{network.peer_id}" for address in await network.addresses()]
+            if set(found) != set(self.addresses):
+                log.info("reachable at", addresses=found)
+            self.addresses = found
+
+    async def _save_peers(self) -> None:
+        while True:
+            await asyncio.sleep(SAVE_PEERS_SECONDS)
+            self.save_peers()
+
+    def save_peers(self) -> None:
+        """Remember the peers met, for the next start."""
+        try:
+            save_peers(self._data.peers, self.book.best(time.time()))
+        except OSError as error:
+            log.warning("the peers met could not be saved", file=str(self._data.peers), reason=str(error))
+
+
+async def _run(consume: Consume, exchange: Exchange) -> None:
+    await consume(exchange)

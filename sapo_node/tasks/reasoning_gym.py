@@ -1,0 +1,108 @@
+"""ReasoningGYM behind two functions: the item of some coordinates, and the strict reward of an answer to it.
+
+A data set of the library is opened with size 1; its item 0 is the question. (Item 1 of seed 5 is item 0 of seed 6 in
+nearly all tasks, so one question must have one address.) Importing this module imports the library: about a second and
+100 MB, so the node does it in scorer workers only.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import reasoning_gym
+
+from sapo_node.rollouts.schema import ConfigValue
+from sapo_node.tasks.base import TaskRefused, extract_answer
+from sapo_node.tasks.catalog import MAX_QUESTION_BYTES, validate
+
+# Opened data sets kept: some read a word list each time they are opened (40 ms, 7 MB).
+_KEPT = 16
+
+# Longer than any truth. Some scorers take time that grows with the square of the text.
+_MAX_ANSWER_CHARS = 16 * 1024
+
+_ARITHMETIC = re.compile(r"[0-9+\-*/(). ]{1,500}")
+_FORMULA = re.compile(r"[A-Z∧∨¬→↔() ]{1,1000}")
+_NAME_OF_LETTERS = re.compile(r"[A-Z] *[A-Z]")
+
+
+def item(name: str, config: Mapping[str, ConfigValue], seed: int) -> dict[str, Any]:
+    """The item of these coordinates: "question" (str), "answer" (str, the truth), "metadata" (dict).
+
+    Raises TaskRefused when the settings are out of bounds or the generator finds no question for this seed.
+    """
+    validate(name, config)
+    return entry(open_dataset(name, config, seed), name, seed)
+
+
+def open_dataset(name: str, config: Mapping[str, ConfigValue], seed: int) -> Any:
+    """The library's data set of size 1 with this seed. Checks nothing: `item` and the worker check before."""
+    dataset = _opened(name, json.dumps(dict(config), sort_keys=True))
+    dataset.seed = seed  # item 0 draws from Random(seed + 0); tests compare with data sets opened by that seed
+    return dataset
+
+
+@functools.lru_cache(maxsize=_KEPT)
+def _opened(name: str, config: str) -> Any:
+    return reasoning_gym.create_dataset(name, seed=0, size=1, **json.loads(config))
+
+
+def entry(dataset: Any, name: str, seed: int) -> dict[str, Any]:
+    """Item 0 of an opened data set, with a truth in "answer" always. Raises TaskRefused when there is none."""
+    try:
+        made: dict[str, Any] = dataset[0]
+    except MemoryError:
+        raise  # a fault of this process, not of the coordinates: the worker is replaced
+    except Exception as error:  # the generators raise all kinds of things for unlucky seeds
+        raise TaskRefused(f"{name} has no question for seed {seed}: {type(error).__name__}: {error}") from error
+    if made["answer"] is None:  # any of many answers is right; the library names one
+        made["answer"] = made["metadata"]["example_answer"]
+    made["answer"] = str(made["answer"])
+    size = len(made["question"].encode())
+    if size > MAX_QUESTION_BYTES:
+        raise TaskRefused(f"{name} with seed {seed} asks {size} bytes, more than {MAX_QUESTION_BYTES}")
+    return made
+
+
+def reward(dataset: Any, name: str, made: Mapping[str, Any], text: str) -> float:
+    """1.0 if the library gives the answer in `text` full marks, else 0.0; a scorer that raises gives 0.0.
+
+    MemoryError passes: after it the process is not to be trusted.
+    """
+    answer = extract_answer(text)
+    fits = _MUST_FIT.get(name)
+    if len(answer) > _MAX_ANSWER_CHARS or (fits is not None and not fits(answer, made)):
+        return 0.0
+    try:
+        return 1.0 if dataset.score_answer(answer, made) >= 1.0 else 0.0
+    except MemoryError:
+        raise
+    except Exception:  # noqa: BLE001 - strict: whatever a scorer chokes on is not an answer
+        return 0.0
+
+
+def _is_truth(answer: str, made: Mapping[str, Any]) -> bool:
+    return bool(answer == made["answer"])
+
+
+def _is_arithmetic(answer: str, _: Mapping[str, Any]) -> bool:
+    return _ARITHMETIC.fullmatch(answer) is not None and "**" not in answer
+
+
+def _is_number_list(answer: str, _: Mapping[str, Any]) -> bool:
+    return "nan" not in answer.lower()
+
+
+def _is_formula(answer: str, _: Mapping[str, Any]) -> bool:
+    return _FORMULA.fullmatch(answer) is not None and _NAME_OF_LETTERS.search(answer) is None
+
+
+# What an answer must be before the library's scorer sees it.
+_MUST_FIT: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
+    "binary_matrix": _is_truth,  # evaluates any other text, and for part marks only
+    "countdown": _is_arithmetic,  # evaluates the text
+    "number_sorting": _is_number_list,  # takes [NaN, NaN, NaN] for right: NaN is neither unsorted nor far off
+    "propositional_logic": _is_formula,  # tries 2^k assignments, where k counts whatever names the text holds
+}

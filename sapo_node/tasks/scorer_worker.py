@@ -1,0 +1,188 @@
+"""The scorer worker: generates questions and judges answers inside the sandbox.
+
+Order matters: import everything, lock the process away (`sandbox.enter`), then serve. From there on whatever an answer
+does happens in here. Two deadlines: a timer in this process raises in the middle of a slow answer; where that cannot
+work (a loop in C), the node kills the process.
+
+A reply may be partial: the worker stops after a fault, or when its time for one call is over, and the pool asks for
+the rest. So no call takes longer than about three times the deadline of an answer.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Final, TypeVar
+
+from msgspec import Struct
+
+from sapo_node import workers
+from sapo_node.tasks.base import TaskRefused, TaskSpec, extract_answer
+from sapo_node.tasks.catalog import validate_spec
+from sapo_node.tasks.sandbox import Protection, enter
+from sapo_node.tasks.verifiers import VERIFIERS, Verifier
+
+T = TypeVar("T")
+
+_AGAIN_SECONDS: Final = 0.2
+"""The timer fires again after this: a bare `except` in a scorer swallows the first exception."""
+
+
+class Draw(Struct, frozen=True):
+    """Coordinates of a question."""
+
+    spec: TaskSpec
+    seed: int
+
+
+class DrawRequest(Struct, frozen=True, kw_only=True):
+    """Questions to generate, and the deadline for each (seconds)."""
+
+    draws: list[Draw]
+    seconds: float
+
+
+class Drawn(Struct, frozen=True, kw_only=True):
+    """A question's text, or why there is none."""
+
+    text: str | None = None
+    refused: str = ""
+
+
+class DrawReply(Struct, frozen=True, kw_only=True):
+    """The first questions of a request, at least one. `fault`: this process should be replaced, and why."""
+
+    drawn: list[Drawn]
+    fault: str = ""
+
+
+class JudgeRequest(Struct, frozen=True, kw_only=True):
+    """Answers to one generated question, and the deadline for each (seconds)."""
+
+    draw: Draw
+    texts: list[str]
+    seconds: float
+
+
+class RowRequest(Struct, frozen=True, kw_only=True):
+    """Answers to one row of a data set, and the deadline for each (seconds)."""
+
+    truth: str
+    verifier: Verifier
+    texts: list[str]
+    seconds: float
+
+
+class JudgeReply(Struct, frozen=True, kw_only=True):
+    """The question and the rewards of the first answers. With a `fault` the last reward belongs to its cause."""
+
+    drawn: Drawn
+    rewards: list[float]
+    fault: str = ""
+
+
+class AboutRequest(Struct, frozen=True):
+    """Asks what surrounds the worker."""
+
+
+class OutOfTime(BaseException):
+    """Raised by the timer. No Exception, so that a scorer's `except Exception` does not take it for its own."""
+
+
+def within(seconds: float, work: Callable[[], T]) -> T:
+    """The result of `work`. Raises OutOfTime in the middle of it when it takes longer than `seconds`."""
+    running = True
+
+    def ring(_signal: int, _frame: FrameType | None) -> None:
+        if running:
+            raise OutOfTime
+
+    signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_SECONDS)
+    try:
+        return work()
+    finally:
+        running = False
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def draw(request: DrawRequest) -> DrawReply:
+    """Generate questions until all are made, one faults, or the time is over."""
+    drawn: list[Drawn] = []
+    end = time.monotonic() + request.seconds
+    for wanted in request.draws:
+        _, one, fault = _generate(wanted, request.seconds)
+        drawn.append(one)
+        if fault or time.monotonic() > end:
+            return DrawReply(drawn=drawn, fault=fault)
+    return DrawReply(drawn=drawn)
+
+
+def judge(request: JudgeRequest) -> JudgeReply:
+    """Generate the question and judge answers to it, strictly."""
+    grade, drawn, fault = _generate(request.draw, request.seconds)
+    if grade is None:
+        return JudgeReply(drawn=drawn, rewards=[], fault=fault)
+    return _judge(grade, drawn, request.texts, request.seconds)
+
+
+def judge_row(request: RowRequest) -> JudgeReply:
+    """Judge answers to a row of a data set."""
+    verifier = VERIFIERS[request.verifier]
+    return _judge(
+        lambda text: float(verifier(extract_answer(text), request.truth)), Drawn(), request.texts, request.seconds
+    )
+
+
+def _generate(wanted: Draw, seconds: float) -> tuple[Callable[[str], float] | None, Drawn, str]:
+    """(how to grade an answer, the question, fault); no grader where there is no question."""
+    from sapo_node.tasks import reasoning_gym as gym  # imported by `main`; at the top the node would import it too
+
+    spec = wanted.spec
+    try:
+        validate_spec(spec)
+        dataset = within(seconds, lambda: gym.open_dataset(spec.name, spec.config, wanted.seed))
+        made = within(seconds, lambda: gym.entry(dataset, spec.name, wanted.seed))
+    except TaskRefused as error:
+        return None, Drawn(refused=str(error)), ""
+    except (OutOfTime, MemoryError) as error:
+        fault = f"{spec.name} with seed {wanted.seed} {_told(error, seconds)}"
+        return None, Drawn(refused=fault), fault
+    return (lambda text: gym.reward(dataset, spec.name, made, text)), Drawn(text=made["question"]), ""
+
+
+def _judge(grade: Callable[[str], float], drawn: Drawn, texts: list[str], seconds: float) -> JudgeReply:
+    rewards: list[float] = []
+    end = time.monotonic() + seconds
+    for text in texts:
+        try:
+            rewards.append(within(seconds, lambda text=text: grade(text)))  # type: ignore[misc]
+        except (OutOfTime, MemoryError) as error:
+            return JudgeReply(drawn=drawn, rewards=[*rewards, 0.0], fault=f"an answer {_told(error, seconds)}")
+        if time.monotonic() > end:
+            break
+    return JudgeReply(drawn=drawn, rewards=rewards)
+
+
+def _told(error: BaseException, seconds: float) -> str:
+    return f"took longer than {seconds:g} s" if isinstance(error, OutOfTime) else "ran out of memory"
+
+
+def main() -> None:
+    """Import, lock away, serve."""
+    workers.stage("importing reasoning_gym")
+    with tempfile.TemporaryDirectory(prefix="sapo-scorer-") as folder:
+        os.environ["MPLCONFIGDIR"] = folder  # matplotlib, which the library imports, writes there
+        from sapo_node.tasks import reasoning_gym  # noqa: F401 - here: the imports write and fork, which ends below
+    sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for good: some generators print
+    protection = enter()
+    for layer in protection.missing:
+        print(f"sandbox: {layer}", file=sys.stderr, flush=True)
+
+    def about(_: AboutRequest) -> Protection:
+        return protection
+
+    workers.serve({"draw": draw, "judge": judge, "judge_row": judge_row, "about": about})

@@ -1,0 +1,262 @@
+"""The node's side of scoring: a small pool of sandboxed worker processes that generate questions and judge answers.
+
+Rewards are strict: 1.0 if the task's own scorer gives full marks to the extracted answer, else 0.0. The truth never
+leaves the workers. What surrounds a worker, and what that does not cover, is told in `sandbox.py`.
+
+An answer that hangs, takes too much memory or kills its worker scores 0.0 and costs that worker: the next one starts
+fresh, and the other answers of the same job are judged all the same. When a job has lost MAX_FAULTS workers its
+remaining answers score 0.0 unseen, or one peer's batch could keep this node busy for hours.
+"""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Final, TypeVar
+
+from msgspec import Struct
+
+from sapo_node.swarm.protocol import digest
+from sapo_node.tasks.base import Judged, Question, TaskRefused, TaskSpec, is_eval_question, question_sha256
+from sapo_node.tasks.catalog import validate_spec
+from sapo_node.tasks.sandbox import Protection
+from sapo_node.tasks.scorer_worker import (
+    AboutRequest,
+    Draw,
+    Drawn,
+    DrawReply,
+    DrawRequest,
+    JudgeReply,
+    JudgeRequest,
+    RowRequest,
+)
+from sapo_node.tasks.verifiers import Verifier
+from sapo_node.workers import Worker, WorkerError
+
+A = TypeVar("A")
+R = TypeVar("R")
+Reply = TypeVar("Reply", DrawReply, JudgeReply)
+
+MAX_FAULTS: Final = 3
+"""Workers that one job may cost. Honest answers rarely cost any."""
+
+MAX_WAITING: Final = 256
+"""Jobs that may wait for a worker. More means that the caller does not wait for answers; it is told at once."""
+
+MAX_TOGETHER: Final = 64
+"""Questions or answers sent to a worker in one call."""
+
+START_ATTEMPTS: Final = 3
+START_SECONDS: Final = 60.0
+START_BACKOFF_SECONDS: Final = 0.5
+
+GRACE_SECONDS: Final = 1.0
+"""A call may take this much longer than its worker's own deadlines add up to, before the worker is killed."""
+
+EVAL_TRIES: Final = 100
+"""Seeds tried for each evaluation question wanted; about one question in ten belongs to evaluation."""
+
+_MODULE = "sapo_node.tasks.scorer_worker"
+
+# Of the node's environment a worker sees only these; secrets and settings stay out.
+_PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR")
+_SET = {
+    "HOME": "/nonexistent",
+    "LC_ALL": "C.UTF-8",  # names of weekdays follow the locale
+    "PYTHONHASHSEED": "0",  # the tasks offered do not depend on it; should one do all the same, nodes still agree
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "OMP_NUM_THREADS": "1",  # no thread may run before the sandbox is entered
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+
+
+class ScorersFailed(WorkerError):
+    """No scorer worker can be had: they do not start, or too many jobs wait."""
+
+
+class _Slot(Struct, eq=False):
+    worker: Worker
+    fresh: bool = False  # False: (re)start it before the next use
+
+
+class ScorerPool:
+    """Scorer workers and the queue before them. Methods may be called concurrently.
+
+    `faults` counts lost workers, `restarts` the starts that replaced them, `last_fault` tells of the newest.
+    """
+
+    def __init__(self, workers: int, answer_seconds: float, *, module: str = _MODULE) -> None:
+        self.faults = 0
+        self.restarts = 0
+        self.last_fault = ""
+        self.protection: Protection | None = None
+        self._seconds = answer_seconds
+        self._call_seconds = 3 * answer_seconds + GRACE_SECONDS  # generate, the call's time, an answer at its end
+        self._slots = [
+            _Slot(
+                Worker(f"scorer {n}", "sapo_node.tasks.scorer_worker", env=_environment(), start_seconds=START_SECONDS)
+            )
+            for n in range(workers)
+        ]
+        self._idle: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()
+        self._waiting = 0
+
+    async def start(self) -> None:
+        """Start all workers. Raises ScorersFailed with the reason when one does not start."""
+        await asyncio.gather(*(self._restart(slot) for slot in self._slots))
+        for slot in self._slots:
+            self._idle.put_nowait(slot)
+
+    async def close(self) -> None:
+        """End all workers."""
+        await asyncio.gather(*(slot.worker.stop(grace=1.0) for slot in self._slots))
+
+    async def question(self, spec: TaskSpec, seed: int) -> Question:
+        """The question of these coordinates. Raises TaskRefused when there is none, and the reason is for people."""
+        [found] = await self.questions([(spec, seed)])
+        if isinstance(found, TaskRefused):
+            raise found
+        return found
+
+    async def questions(self, wanted: Sequence[tuple[TaskSpec, int]]) -> list[Question | TaskRefused]:
+        """Many questions in few calls, in the order of `wanted`; where there is none, the reason in its place."""
+
+        async def ask(part: list[Draw]) -> tuple[list[Question | TaskRefused], str]:
+            reply = await self._call("draw", DrawRequest(draws=part, seconds=self._seconds), DrawReply)
+            return [_question(drawn) for drawn in reply.drawn], reply.fault
+
+        draws = [Draw(spec, seed) for spec, seed in wanted]
+        return await self._in_parts(draws, ask, lambda: TaskRefused(f"not generated: {self.last_fault}"))
+
+    async def judge(self, spec: TaskSpec, seed: int, texts: list[str]) -> Judged:
+        """Generate the question again and judge completions to it. Raises TaskRefused when there is no question."""
+        known: Question | None = None
+
+        async def ask(part: list[str]) -> tuple[list[float], str]:
+            nonlocal known
+            request = JudgeRequest(draw=Draw(spec, seed), texts=part, seconds=self._seconds)
+            reply = await self._call("judge", request, JudgeReply)
+            found = _question(reply.drawn)
+            if isinstance(found, TaskRefused):
+                self._note_fault(reply.fault)
+                raise found
+            known = found
+            return reply.rewards, reply.fault
+
+        rewards = await self._in_parts(texts, ask, lambda: 0.0)
+        return Judged(question=known or await self.question(spec, seed), rewards=rewards)
+
+    async def judge_row(self, question: str, answer: str, verifier: Verifier, texts: list[str]) -> Judged:
+        """Judge completions to a row of a data set."""
+
+        async def ask(part: list[str]) -> tuple[list[float], str]:
+            request = RowRequest(truth=answer, verifier=verifier, texts=part, seconds=self._seconds)
+            reply = await self._call("judge_row", request, JudgeReply)
+            return reply.rewards, reply.fault
+
+        rewards = await self._in_parts(texts, ask, lambda: 0.0)
+        return Judged(question=Question(text=question, sha256=question_sha256(question)), rewards=rewards)
+
+    async def eval_questions(self, spec: TaskSpec, want: int) -> list[tuple[int, Question]]:
+        """Up to `want` distinct evaluation questions of a task with their seeds: the same list on every node.
+
+        Fewer where the task has no more; `base.MIN_EVAL_QUESTIONS` says how few are too few. Raises TaskRefused for a
+        task that is not offered.
+        """
+        validate_spec(spec)
+        found: dict[bytes, tuple[int, Question]] = {}
+        for start in range(0, EVAL_TRIES * want, MAX_TOGETHER):
+            stop = min(start + MAX_TOGETHER, EVAL_TRIES * want)
+            seeds = [eval_seed(spec, i) for i in range(start, stop)]
+            for seed, question in zip(seeds, await self.questions([(spec, seed) for seed in seeds]), strict=True):
+                if isinstance(question, Question) and is_eval_question(question.sha256):
+                    found.setdefault(question.sha256, (seed, question))
+                    if len(found) == want:
+                        return list(found.values())
+        return list(found.values())
+
+    async def _in_parts(
+        self, items: list[A], ask: Callable[[list[A]], Awaitable[tuple[list[R], str]]], lost: Callable[[], R]
+    ) -> list[R]:
+        """A result for each item. `ask` answers a beginning of what it is given, at least one, and names a fault.
+
+        When a worker is lost nobody knows by which item: they are then asked for one at a time until it is found.
+        """
+        results: list[R] = []
+        faults, alone = 0, False
+        while len(results) < len(items) and faults < MAX_FAULTS:
+            part = items[len(results) : len(results) + (1 if alone else MAX_TOGETHER)]
+            try:
+                answers, fault = await ask(part)
+                results += answers
+            except ScorersFailed:
+                raise
+            except WorkerError as error:
+                fault = str(error)
+                alone = len(part) > 1
+                if not alone:
+                    results.append(lost())
+            if fault:
+                self._note_fault(fault)
+                faults += 1
+        return results + [lost() for _ in range(len(items) - len(results))]
+
+    def _note_fault(self, fault: str) -> None:
+        if fault:
+            self.faults += 1
+            self.last_fault = fault
+
+    async def _call(self, method: str, request: Struct, result: type[Reply]) -> Reply:
+        async with self._borrowed() as slot:
+            slot.fresh = False  # unless it answers well: a call that fails or is cancelled leaves it in any state
+            reply = await slot.worker.call(method, request, result, deadline=self._call_seconds)
+            slot.fresh = not reply.fault
+            return reply
+
+    @asynccontextmanager
+    async def _borrowed(self) -> AsyncIterator[_Slot]:
+        if self._waiting >= MAX_WAITING:
+            raise ScorersFailed(f"{MAX_WAITING} jobs already wait for a scorer; raise tasks.scorers, or send fewer")
+        self._waiting += 1
+        try:
+            slot = await self._idle.get()
+        finally:
+            self._waiting -= 1
+        try:
+            if not (slot.fresh and slot.worker.alive):
+                await self._restart(slot)
+                self.restarts += 1
+            yield slot
+        finally:
+            self._idle.put_nowait(slot)
+
+    async def _restart(self, slot: _Slot) -> None:
+        for attempt in range(START_ATTEMPTS):
+            try:
+                await slot.worker.stop(grace=0.0)
+                await slot.worker.start()
+                self.protection = await slot.worker.call("about", AboutRequest(), Protection, deadline=START_SECONDS)
+                slot.fresh = True
+                return
+            except WorkerError as error:
+                reason = error
+                if attempt < START_ATTEMPTS - 1:
+                    await asyncio.sleep(START_BACKOFF_SECONDS * 2**attempt)
+        raise ScorersFailed(f"a scorer worker did not start in {START_ATTEMPTS} attempts: {reason}") from reason
+
+
+def eval_seed(spec: TaskSpec, i: int) -> int:
+    """The i-th seed (31 bits) looked at for evaluation questions of a task; the same on every node."""
+    parts = (spec.name.encode(), spec.config_hash, i.to_bytes(4, "big"))
+    return int.from_bytes(digest(b"sapo/1/eval", *parts)[:4], "big") & 0x7FFFFFFF
+
+
+def _question(drawn: Drawn) -> Question | TaskRefused:
+    if drawn.text is None:
+        return TaskRefused(drawn.refused)
+    return Question(text=drawn.text, sha256=question_sha256(drawn.text))
+
+
+def _environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in _PASSED if name in os.environ} | _SET

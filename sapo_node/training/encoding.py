@@ -1,0 +1,106 @@
+"""Questions and completions to tokens and back, with the policy's own tokenizer.
+
+A completion of another node arrives as text and becomes tokens here: chat template for the question, then the text,
+then our end-of-sequence token if it ended. Text from a stranger never becomes a control token.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from jinja2 import TemplateError
+
+from sapo_node.rollouts.schema import Finish
+
+DEFAULT_TEMPLATE = "Question: {question}\nAnswer:"
+"""For tokenizers without a chat template, as base models have it."""
+
+# Stands for the question while the template is rendered. No template and no system prompt contains it by chance.
+_MARK = "sapo-question-7c1f4e"
+
+
+class Untrainable(ValueError):
+    """A text that this policy cannot be trained on; the message says why."""
+
+
+class Encoder:
+    """The policy's tokenizer with one chat template and one system prompt."""
+
+    def __init__(self, tokenizer: Any, eos_token_id: int, system_prompt: str = "") -> None:
+        """`tokenizer` is a transformers tokenizer; `eos_token_id` ends completions that are re-encoded."""
+        self._tokenizer = tokenizer
+        self._eos = eos_token_id
+        self._system = system_prompt
+        self.notes: list[str] = []
+        special = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+        special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        self._control_texts = sorted(special.values())
+        self._control_ids = {*special, eos_token_id} - {tokenizer.unk_token_id}  # unknown text is still only text
+        self._parts = self._render().split(_MARK)
+        if len(self._parts) < 2:
+            raise ValueError("the tokenizer's chat template drops the user's message; correct chat_template.jinja")
+
+    def prompt(self, question: str) -> list[int]:
+        """Tokens of a question as the policy is asked it, up to where its answer begins.
+
+        The rendered template is encoded in one go, as the model saw it in its own training. Only where the question
+        holds the text of a control token is it encoded apart, as plain text.
+        """
+        add_bos = not self._tokenizer.chat_template
+        if not any(text in question for text in self._control_texts):
+            ids = self._encode(question.join(self._parts), add_special_tokens=add_bos)
+        else:
+            middle = self.completion(question, "length")
+            ids = self._encode(self._parts[0], add_special_tokens=add_bos)
+            for part in self._parts[1:]:
+                ids += middle + self._encode(part, add_special_tokens=False)
+        return ids[:-1] if add_bos and ids and ids[-1] == self._eos else ids
+
+    def completion(self, text: str, finish: Finish) -> list[int]:
+        """Tokens of one completion; see `completions`."""
+        return self.completions([text], [finish])[0]
+
+    def completions(self, texts: Sequence[str], finishes: Sequence[Finish]) -> list[list[int]]:
+        """Tokens of completions that are known as text, the end-of-sequence token behind those that stopped.
+
+        Raises Untrainable for a tokenizer that cannot keep text and control apart.
+        """
+        if not texts:  # which transformers' tokenizers do not take
+            return []
+        encoded = self._tokenizer(list(texts), add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        if any(not self._control_ids.isdisjoint(ids) for ids in encoded):
+            raise Untrainable("this tokenizer turns plain text into control tokens")
+        return [
+            [*ids, self._eos] if finish == "stop" else list(ids) for ids, finish in zip(encoded, finishes, strict=True)
+        ]
+
+    def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
+        """Texts of completions, without special tokens and otherwise exactly as the tokens spell them."""
+        return [
+            self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for ids in token_ids
+        ]
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        return list(self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def _render(self) -> str:
+        """The whole prompt around `_MARK`."""
+        if not self._tokenizer.chat_template:
+            self.notes.append(
+                "the tokenizer has no chat template; questions are put as "
+                + repr(DEFAULT_TEMPLATE.format(question="..."))
+            )
+            return (self._system + "\n\n" if self._system else "") + DEFAULT_TEMPLATE.format(question=_MARK)
+        user = {"role": "user", "content": _MARK}
+        if self._system:
+            try:
+                rendered = self._apply([{"role": "system", "content": self._system}, user])
+            except TemplateError:  # how templates without a system role say so
+                rendered = ""
+            if self._system.strip() in rendered:
+                return rendered
+            self.notes.append("the chat template knows no system role; inference.system_prompt is not used")
+        return self._apply([user])
+
+    def _apply(self, messages: list[dict[str, str]]) -> str:
+        return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))

@@ -1,0 +1,87 @@
+"""The GRPO loss over a flat list of tokens, and how much each completion weighs in it.
+
+The loss of a training batch is one weighted mean, so the weight of every token is known before any forward pass:
+completions without advantage need none, and micro-batches simply add up. Names: N tokens in one micro-batch, C
+completions in the whole training batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from sapo_node.training.base import Origin
+
+LossMean = Literal["token", "sequence", "fixed"]
+NegativeRule = Literal["keep", "drop", "downweight"]
+
+DOWNWEIGHT = 0.5  # of external completions with negative advantage under `external_negative: downweight`
+
+
+def completion_weight(
+    origin: Origin,
+    advantage: float,
+    truncated: bool,
+    *,
+    local_weight: float = 1.0,
+    external_weight: float = 1.0,
+    external_negative: NegativeRule = "keep",
+    mask_truncated: bool = True,
+) -> float:
+    """Weight of one completion in the weighted mean; 0 leaves it out of the sum and of the count.
+
+    A completion with zero advantage keeps its weight: it adds nothing to the sum but counts in the mean.
+    """
+    if truncated and mask_truncated:
+        return 0.0
+    if origin == "local":
+        return local_weight
+    if advantage < 0 and external_negative != "keep":
+        return external_weight * (DOWNWEIGHT if external_negative == "downweight" else 0.0)
+    return external_weight
+
+
+def token_scales(weights: Sequence[float], lengths: Sequence[int], mean: LossMean, fixed_length: int) -> list[float]:
+    """What a token's loss is multiplied with, for each of the C completions; the products sum up to the loss.
+
+    `token`: mean over all tokens. `sequence`: mean over a completion's tokens, then over completions (GRPO as first
+    published). `fixed`: mean over completions of sums divided by `fixed_length`, so that length cannot buy a smaller
+    penalty (Dr.GRPO, arXiv:2503.20783). Completions without tokens get 0.
+    """
+    if mean == "token":
+        total = sum(weight * length for weight, length in zip(weights, lengths, strict=True))
+        return [weight / total if weight and length else 0.0 for weight, length in zip(weights, lengths, strict=True)]
+    total = sum(weight for weight, length in zip(weights, lengths, strict=True) if length)
+    return [
+        weight / total / (length if mean == "sequence" else fixed_length) if weight and length else 0.0
+        for weight, length in zip(weights, lengths, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Surrogate:
+    """The clipped surrogate of N tokens; `clipped` and `ratio` are detached, for metrics."""
+
+    loss_N: Tensor  # scaled, with gradient: its sum is this micro-batch's share of the loss
+    ratio_N: Tensor
+    clipped_N: Tensor  # bool: tokens whose gradient the clip took away
+
+
+def surrogate(
+    logprobs_N: Tensor, old_N: Tensor, advantage_N: Tensor, scale_N: Tensor, clip_low: float, clip_high: float
+) -> Surrogate:
+    """GRPO's clipped surrogate with asymmetric bounds (clip-higher of DAPO, arXiv:2503.14476).
+
+    `old_N` holds the log-probs under the policy that sampled, NaN where they are unknown: there the trainer's own
+    detached ones stand in, so that the ratio is 1 and the gradient is the plain policy gradient. All inputs float, N.
+    """
+    old_N = torch.where(old_N.isnan(), logprobs_N.detach(), old_N)
+    ratio_N = torch.exp(logprobs_N - old_N)
+    bounded_N = ratio_N.clamp(1 - clip_low, 1 + clip_high)
+    loss_N = -scale_N * torch.minimum(ratio_N * advantage_N, bounded_N * advantage_N)
+    ratio_N = ratio_N.detach()
+    too_high_N = (advantage_N > 0) & (ratio_N > 1 + clip_high)
+    too_low_N = (advantage_N < 0) & (ratio_N < 1 - clip_low)
+    return Surrogate(loss_N, ratio_N, too_high_N | too_low_N)

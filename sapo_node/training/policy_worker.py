@@ -1,0 +1,108 @@
+"""The policy worker: a process with one model that samples and learns in turns, so a completion has one version."""
+
+import time
+from pathlib import Path
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+
+from sapo_node import workers
+from sapo_node.config import InferenceSection, TrainingSection
+from sapo_node.inference.base import SampledBatch
+from sapo_node.inference.sampling import check_sampling
+from sapo_node.training import checkpoint
+from sapo_node.training.base import (
+    LoadRequest,
+    ModelInfo,
+    RestoreRequest,
+    SampleRequest,
+    Saved,
+    SaveRequest,
+    StepRequest,
+    StepResult,
+)
+from sapo_node.training.policy import load_policy
+from sapo_node.training.trainer import Trainer
+
+
+class PolicyWorker:
+    """The handlers, and the trainer they work on."""
+
+    def __init__(self) -> None:
+        self._loaded: tuple[LoadRequest, Trainer] | None = None
+
+    def load(self, request: LoadRequest) -> ModelInfo:
+        """Load a model, or a checkpoint of it. Raises Refused, told for people."""
+        training = TrainingSection.model_validate(request.training)
+        inference = InferenceSection.model_validate(request.inference)
+        if request.threads:
+            torch.set_num_threads(request.threads)
+        folder = None if request.resume is None else Path(request.resume)
+        try:
+            version = 0 if folder is None else checkpoint.read_state(folder).policy_version
+        except checkpoint.CheckpointError as error:
+            raise workers.Refused(str(error)) from error
+        policy = load_policy(
+            training.model,
+            folder=folder,
+            device=training.device,
+            dtype=training.dtype,
+            system_prompt=inference.system_prompt,
+        )
+        check_sampling(policy)
+        trainer = Trainer(policy, training, inference, request.seed)
+        if folder is not None:
+            try:
+                trainer.read(folder, version)
+            except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+                raise workers.Refused(
+                    f"{folder} is damaged ({error}); remove it to go on from an older checkpoint"
+                ) from error
+        self._loaded = request, trainer
+        return trainer.info()
+
+    def sample(self, request: SampleRequest) -> SampledBatch:
+        """Completions by the newest weights."""
+        return self._trainer.sample(request.questions, request.params)
+
+    def step(self, request: StepRequest) -> StepResult:
+        """One round's optimiser step."""
+        return self._trainer.step(request.groups)
+
+    def save(self, request: SaveRequest) -> Saved:
+        """Write a checkpoint. A disk that refuses raises; the older checkpoints are then untouched."""
+        started, trainer = time.monotonic(), self._trainer
+        state = checkpoint.State(policy_version=trainer.version, model=trainer.training.model, extra=request.extra)
+        path = checkpoint.write(Path(request.directory), state, trainer.write, trainer.training.keep_checkpoints)
+        return Saved(path=str(path), policy_version=trainer.version, seconds=time.monotonic() - started)
+
+    def restore(self, request: RestoreRequest) -> ModelInfo:
+        """Go back to a checkpoint, with the settings of the last `load`."""
+        if self._loaded is None:
+            raise workers.Refused("no model is loaded yet")
+        return self.load(msgspec.structs.replace(self._loaded[0], resume=request.path))
+
+    @property
+    def _trainer(self) -> Trainer:
+        if self._loaded is None:
+            raise workers.Refused("no model is loaded yet")
+        return self._loaded[1]
+
+
+def main() -> None:
+    """Serve until the node is gone."""
+    worker = PolicyWorker()
+    workers.serve(
+        {
+            "load": worker.load,
+            "sample": worker.sample,
+            "step": worker.step,
+            "save": worker.save,
+            "restore": worker.restore,
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,227 @@
+"""The two loops of a node that learns, joined by the pool.
+
+`sampling_loop` draws batches of groups and may run `max_staleness` batches ahead. `training_loop` takes one batch after
+another: it asks the SAPO sampler which own and external groups make the round (`sapo.plan_round`), draws what is
+missing, counts the uses durably, and steps. A round is one optimiser step; nobody else's round matters.
+"""
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Awaitable, Callable
+from statistics import fmean
+from typing import Final, TypeVar
+
+import structlog
+from msgspec import Struct
+
+from sapo_node.config import NodeConfig
+from sapo_node.monitor.metrics import RoundRecord
+from sapo_node.rollouts.pool import Pool
+from sapo_node.rollouts.sampling import NothingToDraw, SampledGroups, Sampling
+from sapo_node.training.base import StepResult, TrainGroup
+from sapo_node.training.sapo import Candidate, RoundPlan, informative, plan_round
+from sapo_node.training.supervised import Policy, PolicyLost
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+MAX_EXTRA_DRAWS: Final = 8
+"""Passes over `need_local` and `resample` in one round. A task that is always or never solved would otherwise be drawn
+for ever; the round then goes on with what it has."""
+
+PAUSE_AFTER_FAULT_SECONDS: Final = 1.0
+EXPIRE_EVERY_ROUNDS: Final = 10
+
+
+class RoundEvents(Struct, frozen=True):
+    """What the training loop tells the node, besides records."""
+
+    recorded: Callable[[RoundRecord], Awaitable[None]]  # after each round
+    network: Callable[[], dict[str, int]]  # counters of the swarm side, as RoundRecord's fields, since the last call
+
+
+class Rounds:
+    """The rounds of one node."""
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        policy: Policy,
+        sampling: Sampling,
+        pool: Pool,
+        rng: random.Random,
+        stop: asyncio.Event,
+        events: RoundEvents,
+    ) -> None:
+        self._config = config
+        self._policy = policy
+        self._sampling = sampling
+        self._pool = pool
+        self._rng = rng
+        self._stop = stop
+        self._events = events
+        ahead = 1 + config.training.max_staleness
+        self._room = asyncio.Semaphore(ahead)
+        self._drawn: asyncio.Queue[SampledGroups] = asyncio.Queue(maxsize=ahead)
+        self._last_end = time.monotonic()
+
+    async def sampling_loop(self) -> None:
+        """Draw batches until the node stops."""
+        while not self._stop.is_set():
+            if await until(self._stop, self._room.acquire()) is None:
+                return
+            try:
+                batch = await self._sampling.draw(self._config.tasks_per_round, await self._expected_shortage())
+            except (PolicyLost, NothingToDraw) as error:
+                log.warning("a batch could not be sampled", reason=str(error))
+                self._room.release()
+                await until(self._stop, asyncio.sleep(PAUSE_AFTER_FAULT_SECONDS))
+                continue
+            self._drawn.put_nowait(batch)  # never full: the semaphore counts what is in it
+
+    async def training_loop(self) -> None:
+        """Take rounds until the node stops or has taken `node.max_rounds`."""
+        limit = self._config.node.max_rounds
+        while not self._stop.is_set() and (limit == 0 or self._policy.version < limit):
+            batch = await until(self._stop, self._drawn.get())
+            if batch is None:
+                break
+            try:
+                await self._round(batch)
+            except (PolicyLost, NothingToDraw) as error:
+                log.warning("a round could not be taken", reason=str(error))
+                await until(self._stop, asyncio.sleep(PAUSE_AFTER_FAULT_SECONDS))
+        self._stop.set()
+
+    async def _round(self, batch: SampledGroups) -> None:
+        released = False
+        try:
+            batch, plan, chosen = await self._plan(batch)
+            groups = await self._pool.consume([*plan.local_ids, *plan.external_ids], self._policy.version)
+            if plan.discarded_ids:
+                await self._pool.discard(plan.discarded_ids)
+            if self._policy.takes_turns:
+                # The next batch's questions are drawn while this step runs; its completions wait for the new version.
+                self._room.release()
+                released = True
+            version = self._policy.version
+            result = await self._policy.step(groups)
+        finally:
+            if not released:
+                self._room.release()
+        record = self._record(batch, plan, chosen, groups, version, result)
+        await self._events.recorded(record)
+        if record.round % EXPIRE_EVERY_ROUNDS == 0:
+            await self._pool.expire(time.time(), self._policy.version, self._config.training.max_staleness)
+
+    async def _plan(self, batch: SampledGroups) -> tuple[SampledGroups, RoundPlan, list[Candidate]]:
+        """The round's plan, after drawing (or waiting for) what it says is missing; within bounds."""
+        give_up = time.monotonic() + self._config.training.shortage_wait_seconds
+        draws = 0
+        while True:
+            training = self._config.training
+            now = time.time()
+            local = await self._pool.local_candidates(now, self._policy.version, training.max_staleness)
+            external = await self._pool.external_candidates(now)
+            plan = plan_round(training, self._config.rollouts, local, external, self._rng)
+            missing = plan.need_local + plan.resample
+            if missing and draws < MAX_EXTRA_DRAWS and not self._stop.is_set():
+                batch = _with_extra(batch, await self._sampling.draw(0, missing))
+                draws += 1
+            elif plan.wait and time.monotonic() < give_up and not self._stop.is_set():
+                await until(self._stop, asyncio.sleep(0.2))
+            else:
+                return batch, plan, [*local, *external]
+
+    async def _expected_shortage(self) -> int:
+        """Own groups to draw at once with the next batch, where the pool cannot fill J: one call instead of two."""
+        training = self._config.training
+        if training.on_shortage != "local" or not training.external_groups:
+            return 0
+        external = await self._pool.external_candidates(time.time())
+        usable = sum(informative(candidate.rewards) for candidate in external)
+        return max(0, training.external_groups - usable)
+
+    def _record(
+        self,
+        batch: SampledGroups,
+        plan: RoundPlan,
+        candidates: list[Candidate],
+        groups: list[TrainGroup],
+        version: int,
+        result: StepResult,
+    ) -> RoundRecord:
+        by_id = {candidate.group_id: candidate for candidate in candidates}
+        local = [group for group in groups if group.origin == "local"]
+        external = [group for group in groups if group.origin == "external"]
+        producers: dict[str, int] = {}
+        for group in external:
+            producers[group.producer] = producers.get(group.producer, 0) + 1
+        now = time.monotonic()
+        seconds, self._last_end = now - self._last_end, now
+        metrics = dict(result.metrics)
+        return RoundRecord(
+            round=result.policy_version,
+            time=time.time(),
+            policy_version=result.policy_version,
+            reward_first_drawn=mean(batch.rewards_first_drawn),
+            reward_after_selection=mean([reward for group in groups for reward in group.rewards]),
+            groups_drawn=len(batch.ids),
+            groups_published=batch.published,
+            local_groups=len(local),
+            external_groups=len(external),
+            informative_groups=sum(informative(group.rewards) for group in groups),
+            shortage=plan.shortage,
+            external_producers=producers,
+            staleness_local=mean([version - group.policy_version for group in local]),
+            age_external_seconds=mean([by_id[group.group_id].age_seconds for group in external]),
+            producer_gradients=result.producer_gradients,
+            tokens_sampled=batch.tokens,
+            tokens_per_second=batch.tokens / batch.seconds if batch.seconds > 0 else None,
+            sample_seconds=batch.seconds,
+            step_seconds=metrics.pop("step_seconds", None),
+            round_seconds=seconds,
+            loss=metrics.pop("loss", None),
+            grad_norm=metrics.pop("grad_norm", None),
+            grad_norm_local=metrics.pop("grad_norm_local", None),
+            grad_norm_external=metrics.pop("grad_norm_external", None),
+            delta_logprob_local=metrics.pop("delta_logprob_local", None),
+            trainer=metrics,
+            **self._events.network(),
+        )
+
+
+def _with_extra(batch: SampledGroups, extra: SampledGroups) -> SampledGroups:
+    """`batch` with a later draw added; rewards stay those of the groups drawn first."""
+    return SampledGroups(
+        ids=[*batch.ids, *extra.ids],
+        rewards_first_drawn=batch.rewards_first_drawn,
+        tokens=batch.tokens + extra.tokens,
+        seconds=batch.seconds + extra.seconds,
+        published=batch.published,
+    )
+
+
+def mean(values: list[float]) -> float | None:
+    """Arithmetic mean, or None of nothing."""
+    return fmean(values) if values else None
+
+
+async def until(stop: asyncio.Event, wanted: Awaitable[T]) -> T | None:
+    """The result of `wanted`, or None when `stop` is set before; `wanted` is then cancelled and over."""
+    task = asyncio.ensure_future(wanted)
+    stopping = asyncio.ensure_future(stop.wait())
+    try:
+        await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        return None
+    finally:
+        for pending in (task, stopping):
+            if not pending.done():
+                pending.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await pending

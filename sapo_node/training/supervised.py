@@ -1,0 +1,140 @@
+"""The policy worker as the node uses it: one engine and one trainer that come back after a fault.
+
+A worker that died, hung or ran out of memory is started again with a growing pause and continues from the newest
+checkpoint; the call that met the fault raises `PolicyLost`, and its caller goes on with the next batch or round. Only
+MAX_FAULTS in a row without a completed step mean that it is no use: then `PolicyFailed` takes the node down with the
+reason.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import structlog
+
+from sapo_node.config import NodeConfig
+from sapo_node.errors import SapoError
+from sapo_node.inference.base import SampledBatch, SamplingParams
+from sapo_node.inference.transformers import TransformersEngine
+from sapo_node.training import checkpoint
+from sapo_node.training.base import LoadRequest, ModelInfo, Saved, StepResult, TrainGroup
+from sapo_node.training.remote import POLICY_MODULE, RemoteTrainer
+from sapo_node.workers import CallFailed, Refused, Worker, WorkerError
+
+log = structlog.get_logger(__name__)
+
+T = TypeVar("T")
+
+MAX_FAULTS: Final = 5
+FIRST_PAUSE_SECONDS: Final = 1.0
+LONGEST_PAUSE_SECONDS: Final = 60.0
+IMPORT_SECONDS: Final = 180.0  # torch and transformers on a cold disk with four nodes starting at once
+
+
+class PolicyLost(Exception):
+    """This call met a fault of the worker; the next one finds it restarted."""
+
+
+class PolicyFailed(SapoError):
+    """The worker cannot be brought back."""
+
+
+class Policy:
+    """The policy of one node. `version` counts the optimiser steps it has taken."""
+
+    takes_turns: Final = True  # sampling and stepping share one queue, so a batch has exactly one version
+
+    def __init__(self, config: NodeConfig, checkpoints: Path | None) -> None:
+        """`checkpoints` is the folder to resume from and to save into; None: neither."""
+        self._config = config
+        self._checkpoints = checkpoints
+        self._worker = Worker("policy", POLICY_MODULE, start_seconds=IMPORT_SECONDS)
+        self._trainer = RemoteTrainer(self._worker)
+        self._engine = TransformersEngine(self._worker)
+        self._starting = asyncio.Lock()
+        self._faults = 0
+        self.info: ModelInfo | None = None
+        self.version = 0
+        self.restarts = 0
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the worker."""
+        return self._worker.pid
+
+    async def start(self) -> ModelInfo:
+        """Load the model, from the newest checkpoint where there is one. Raises Refused or PolicyFailed."""
+        try:
+            return await self._load()
+        except WorkerError as error:
+            await self._worker.stop(grace=0)
+            raise PolicyFailed(str(error)) from error
+
+    async def sample(self, questions: list[str], params: SamplingParams) -> SampledBatch:
+        """Draw completions. Raises PolicyLost or PolicyFailed."""
+        return await self._guarded(lambda: self._engine.sample(questions, params))
+
+    async def step(self, groups: list[TrainGroup]) -> StepResult:
+        """One optimiser step. Raises PolicyLost or PolicyFailed."""
+        result = await self._guarded(lambda: self._trainer.step(groups))
+        self.version = result.policy_version
+        self._faults = 0
+        return result
+
+    async def save(self, extra: dict[str, Any]) -> Saved:
+        """Write a checkpoint. Raises PolicyLost, PolicyFailed, or CallFailed when the disk refuses."""
+        folder = self._checkpoints
+        if folder is None:
+            raise ValueError("this policy was made without a folder for checkpoints")
+        return await self._guarded(lambda: self._trainer.save(folder, extra))
+
+    async def close(self, grace: float = 5.0) -> None:
+        """End the worker."""
+        await self._worker.stop(grace)
+
+    async def _guarded(self, call: Callable[[], Awaitable[T]]) -> T:
+        await self._revive()
+        try:
+            return await call()
+        except CallFailed:
+            raise  # the worker lives: a fault of the request or of ours, which a restart would only hide
+        except WorkerError as error:
+            self._count_fault(error)
+            raise PolicyLost(str(error)) from error
+
+    async def _revive(self) -> None:
+        """Start the worker again if it is gone; others that call meanwhile wait for it."""
+        async with self._starting:
+            while not self._worker.alive:
+                pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** max(0, self._faults - 1))
+                await asyncio.sleep(pause)
+                try:
+                    info = await self._load()
+                except Refused as error:
+                    raise PolicyFailed(f"the policy worker does not come back: {error}") from error
+                except WorkerError as error:
+                    self._count_fault(error)
+                    continue
+                self.restarts += 1
+                log.warning("the policy worker is back", continues_from_version=info.policy_version)
+
+    def _count_fault(self, error: WorkerError) -> None:
+        self._faults += 1
+        log.error("the policy worker failed", reason=str(error), faults_in_a_row=self._faults)
+        if self._faults >= MAX_FAULTS:
+            raise PolicyFailed(f"the policy worker failed {self._faults} times in a row: {error}") from error
+
+    async def _load(self) -> ModelInfo:
+        await self._worker.start()
+        newest = checkpoint.latest(self._checkpoints) if self._checkpoints else None
+        request = LoadRequest(
+            training=self._config.training.model_dump(mode="json"),
+            inference=self._config.inference.model_dump(mode="json"),
+            seed=self._config.node.seed,
+            threads=self._config.node.threads,
+            resume=str(newest) if newest else None,
+        )
+        self.info = await self._trainer.load(request)
+        self.version = self.info.policy_version
+        return self.info

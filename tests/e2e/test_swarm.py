@@ -1,0 +1,262 @@
+"""The real program, started as a user starts it: nodes find each other, share, survive, learn and stop."""
+
+import json
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import (
+    BASE,
+    REPOSITORY,
+    Node,
+    Swarm,
+    alive,
+    descendants,
+    free_port,
+    merge,
+    sapo_node,
+    swarm,
+    wait_gone,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+
+NEOX = REPOSITORY / "tests" / "assets" / "neox"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[Swarm]:
+    with swarm(tmp_path) as made:
+        yield made
+
+
+def peer_id(node: Node) -> str:
+    assert node.status is not None
+    return node.status.peer_id
+
+
+def trained_on(node: Node, since: int = 0) -> set[str]:
+    """Peers whose groups moved this node's weights after round `since`."""
+    return {
+        peer
+        for record in node.rounds
+        if record.round > since
+        for peer, norm in record.producer_gradients.items()
+        if norm > 0
+    }
+
+
+def wait_trained_on(node: Node, peers: set[str], seconds: float, since: int = 0) -> None:
+    node.wait(lambda: peers <= trained_on(node, since), f"gradient from each of {sorted(peers)}", seconds)
+
+
+def test_three_nodes_train_on_each_other_and_outlive_their_bootstrap(nodes: Swarm) -> None:
+    first = nodes.node("first").start()
+    seed_list = {"initial_peers": [first.address()]}
+    second = nodes.node("second", swarm=seed_list).start()
+    third = nodes.node("third", swarm=seed_list).start()
+    for node in (second, third):
+        node.address()
+    ids = {node.name: peer_id(node) for node in (first, second, third)}
+    for node in (first, second, third):
+        wait_trained_on(node, set(ids.values()) - {ids[node.name]}, 120)
+
+    assert first.stop() == 0
+    gone_at = {node.name: node.rounds[-1].round for node in (second, third)}
+    # What they had fetched of the first node runs out; from then on only the two feed each other.
+    wait_trained_on(second, {ids["third"]}, 60, since=gone_at["second"] + 20)
+    wait_trained_on(third, {ids["second"]}, 60, since=gone_at["third"] + 20)
+    assert second.stop() == 0
+    assert third.stop() == 0
+
+
+def test_a_killed_node_resumes_as_the_same_peer_and_counts_no_use_twice(nodes: Swarm) -> None:
+    stays = nodes.node("stays").start()
+    dies = nodes.node("dies", swarm={"initial_peers": [stays.address()]}).start()
+    dies.address()
+    wait_trained_on(dies, {peer_id(stays)}, 120)
+    dies.wait(lambda: any(event.event == "checkpoint" for event in dies.events), "a checkpoint", 60)
+    before, assert_id = dies.rounds[-1].round, peer_id(dies)
+    children = descendants(dies.process.pid)  # type: ignore[union-attr]
+    dies.kill()
+    assert wait_gone(children) == set()
+    saved = max(int(path.name.split("-")[1]) for path in (dies.data / "checkpoints").glob("step-*"))
+    assert 0 < saved <= before
+
+    killed_at = len(dies.rounds)
+    dies.start()
+    dies.wait(lambda: len(dies.rounds) > killed_at + 5, "rounds after the restart", 120)
+    assert dies.rounds[killed_at].round == saved + 1
+    assert peer_id(dies) == assert_id
+    wait_trained_on(dies, {peer_id(stays)}, 60, since=dies.rounds[-1].round)
+    wait_trained_on(stays, {assert_id}, 60, since=stays.rounds[-1].round)
+    assert dies.stop() == 0
+    assert over_used(dies) == []
+
+
+def over_used(node: Node) -> list[Any]:
+    """External groups of the pool that were trained on more often than allowed."""
+    import sqlite3
+
+    with sqlite3.connect(f"file:{node.data / 'pool.sqlite'}?mode=ro", uri=True) as db:
+        return db.execute("SELECT id, uses FROM groups WHERE uses > 1").fetchall()
+
+
+def test_a_node_with_a_dead_bootstrap_trains_alone_and_joins_when_it_appears(nodes: Swarm) -> None:
+    port = free_port()
+    bootstrap = nodes.node("bootstrap", swarm={"listen": [f"/ip4/127.0.0.1/tcp/{port}"]})
+    made = sapo_node("id", "--config", bootstrap.config_path)
+    assert made.returncode == 0, made.stderr
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{made.stdout.strip()}"
+    alone = nodes.node("alone", swarm={"initial_peers": [address]}).start()
+    alone.wait_rounds(5)
+    assert alone.status is not None
+    assert alone.status.state == "silo"
+    assert "You are alone in this swarm; training continues." in alone.log
+
+    bootstrap.start()
+    bootstrap.address()
+    wait_trained_on(alone, {peer_id(bootstrap)}, 150)
+    wait_trained_on(bootstrap, {peer_id(alone)}, 60)
+    assert alone.status.peer_id != peer_id(bootstrap)
+
+
+def test_two_model_families_with_different_tokenizers_use_each_others_groups(nodes: Swarm) -> None:
+    llama = nodes.node("llama").start()
+    neox = nodes.node("neox", swarm={"initial_peers": [llama.address()]}, training={"model": str(NEOX)}).start()
+    neox.address()
+    wait_trained_on(llama, {peer_id(neox)}, 150)
+    wait_trained_on(neox, {peer_id(llama)}, 60)
+    tokenizers = {llama.status.model, neox.status.model}  # type: ignore[union-attr]
+    assert len(tokenizers) == 2
+
+
+def test_silo_learns_without_any_network(nodes: Swarm) -> None:
+    node = nodes.node(
+        "silo",
+        node={"max_rounds": 80, "seed": 1},
+        swarm={"enabled": False},
+        tasks={"eval_questions": 60, "eval_samples": 2},
+    ).start()
+    node.wait(lambda: len(node.rounds) > 3, "rounds", 120)
+    assert not sockets_of({node.process.pid} | descendants(node.process.pid))  # type: ignore[union-attr]
+    assert node.wait_exit(200) == 0
+    start, end = node.evals[0], node.evals[-1]
+    assert (start.round, end.round) == (0, 80)
+    assert end.mean > start.mean + 0.08, f"{start.scores} -> {end.scores}"
+    assert all(record.external_groups == 0 for record in node.rounds)
+
+
+def sockets_of(pids: set[int]) -> list[str]:
+    """TCP and UDP sockets held by these processes."""
+    tables = [line.split() for name in ("tcp", "tcp6", "udp", "udp6") for line in Path("/proc/net", name).open()]
+    inodes = {fields[9] for fields in tables if fields[9].isdigit()}
+    held = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                target = str(link.readlink())
+            except OSError:
+                continue  # closed while we looked
+            if target.startswith("socket:[") and target[8:-1] in inodes:
+                held.add(target)
+    return sorted(held)
+
+
+def test_sigterm_drains_to_exit_0_with_a_checkpoint_and_leaves_no_process(nodes: Swarm) -> None:
+    node = nodes.node("drains").start().wait_rounds(3)
+    assert node.process is not None
+    everyone = {node.process.pid} | descendants(node.process.pid)
+    assert len(everyone) >= 4  # node, policy, scorer, p2pd
+    assert node.stop() == 0
+    assert wait_gone(everyone) == set()
+    last = node.rounds[-1].round
+    state = json.loads((node.data / "checkpoints" / f"step-{last:06d}" / "state.json").read_text())
+    assert state
+    assert node.status is not None
+    assert node.status.state == "stopped"
+
+
+def test_a_second_signal_forces_the_end(nodes: Swarm) -> None:
+    node = nodes.node("forced").start().wait_rounds(2)
+    assert node.process is not None
+    everyone = {node.process.pid} | descendants(node.process.pid)
+    policy = max(alive(everyone), key=lambda pid: rss(pid))
+    import os
+
+    os.kill(policy, signal.SIGSTOP)  # a step that never ends: only force helps before the drain's limit
+    node.signal(signal.SIGTERM)
+    time.sleep(1)
+    assert alive({node.process.pid})
+    started = time.monotonic()
+    node.signal(signal.SIGTERM)
+    assert node.wait_exit(15) == 1
+    assert time.monotonic() - started < 10
+    assert wait_gone(everyone) == set()
+
+
+def rss(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+
+
+def test_kill_9_of_each_child_is_survived(nodes: Swarm) -> None:
+    other = nodes.node("other").start()
+    node = nodes.node("node", swarm={"initial_peers": [other.address()]}).start().wait_rounds(6)
+    assert node.process is not None
+    import os
+
+    for child in sorted(descendants(node.process.pid)):
+        if not alive({child}):
+            continue  # went with its parent
+        done = node.rounds[-1].round
+        os.kill(child, signal.SIGKILL)
+        before = len(node.rounds)
+        node.wait(lambda before=before: len(node.rounds) > before + 3, f"rounds after a child died in {done}", 120)
+    wait_trained_on(node, {peer_id(other)}, 90, since=node.rounds[-1].round)
+    assert node.stop() == 0
+
+
+def test_a_taken_port_is_told_and_ends_with_1(nodes: Swarm) -> None:
+    first = nodes.node("first").start()
+    port = first.address().split("/")[4]
+    second = nodes.node("second", swarm={"listen": [f"/ip4/127.0.0.1/tcp/{port}"]}).start()
+    assert second.wait_exit(60) == 1
+    assert port in second.log
+    assert "use" in second.log
+    assert "Traceback" not in second.log
+
+
+def test_a_data_directory_in_use_ends_with_4(nodes: Swarm) -> None:
+    first = nodes.node("first", swarm={"enabled": False}).start().wait_rounds(1)
+    again = sapo_node("start", "--config", first.config_path)
+    assert again.returncode == 4
+    assert str(first.process.pid) in again.stderr  # type: ignore[union-attr]
+    assert "Traceback" not in again.stderr
+
+
+@pytest.mark.parametrize(
+    ("training", "words"),
+    [
+        ({"model": "./nowhere"}, "nowhere"),
+        ({"model": str(REPOSITORY / "docs")}, "config.json"),
+    ],
+)
+def test_a_model_that_cannot_be_loaded_ends_with_1_and_a_sentence(
+    nodes: Swarm, training: dict[str, Any], words: str
+) -> None:
+    node = nodes.node("node", training=training, swarm={"enabled": False}).start()
+    assert node.wait_exit(120) == 1
+    assert words in node.log
+    assert "Traceback" not in node.log
+
+
+def test_base_config_of_the_harness_is_a_valid_config(tmp_path: Path) -> None:
+    import yaml
+
+    path = tmp_path / "node.yaml"
+    path.write_text(yaml.safe_dump(merge(BASE, {})))
+    assert sapo_node("config", "check", path).returncode == 0

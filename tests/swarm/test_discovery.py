@@ -1,0 +1,83 @@
+"""When announcements are written, and where they are looked for."""
+
+import math
+import random
+
+from sapo_node.swarm import discovery, protocol
+from sapo_node.swarm.discovery import AnnouncePlan, choose_shards
+
+START = 3000.0  # the beginning of an epoch
+
+
+def plan() -> AnnouncePlan:
+    return AnnouncePlan(random.Random(0))
+
+
+def test_nothing_is_announced_without_a_batch() -> None:
+    assert plan().due(fresh=False) == math.inf
+    assert plan().due(fresh=True) == math.inf
+
+
+def test_the_first_announcement_goes_out_at_once() -> None:
+    p = plan()
+    p.published()
+    assert p.due(fresh=True) <= START
+
+
+def test_announcements_are_three_seconds_apart() -> None:
+    p = plan()
+    p.published()
+    p.started(START)
+    p.published()
+    assert p.due(fresh=True) == START + discovery.REWRITE_SECONDS
+
+
+def test_a_batch_published_while_an_announcement_is_written_is_not_forgotten() -> None:
+    p = plan()
+    p.published()
+    p.started(START)
+    p.published()
+    assert p.due(fresh=True) < START + protocol.EPOCH_SECONDS
+
+
+def test_it_is_rewritten_soon_after_each_new_epoch_while_a_batch_is_fresh() -> None:
+    p = plan()
+    p.published()
+    p.started(START)
+    for n in (1, 2):
+        epoch_begins = START + n * protocol.EPOCH_SECONDS
+        due = p.due(fresh=True)
+        assert epoch_begins <= due <= epoch_begins + discovery.REWRITE_SECONDS
+        p.started(due)
+    assert p.due(fresh=False) == math.inf
+
+
+def test_a_failed_announcement_is_repeated() -> None:
+    p = plan()
+    p.published()
+    p.started(START)
+    p.failed()
+    assert p.due(fresh=True) == START + discovery.REWRITE_SECONDS
+
+
+def test_each_record_expires_strictly_later_also_when_the_clock_steps_back() -> None:
+    p = plan()
+    expiries = [p.started(now) for now in (START, START + 3, START - 60, START - 57)]
+    assert sorted(set(expiries)) == expiries
+
+
+def test_records_expire_within_the_limit_of_holders() -> None:
+    assert plan().started(START) <= START + protocol.MAX_EXPIRY_EPOCHS * protocol.EPOCH_SECONDS
+
+
+def test_a_look_opens_this_epoch_the_last_and_a_neighbouring_k() -> None:
+    for seed in range(50):
+        shards = choose_shards(100, 3, [2, 3, 4], random.Random(seed))
+        assert [(s.epoch, s.k) for s in shards[:2]] == [(100, 3), (99, 3)]
+        assert shards[2].k in (2, 4)
+        assert all(0 <= s.prefix < 1 << s.k for s in shards)
+
+
+def test_looks_reach_every_shard() -> None:
+    rng = random.Random(0)
+    assert {choose_shards(100, 2, [2], rng)[0].prefix for _ in range(100)} == {0, 1, 2, 3}

@@ -1,0 +1,125 @@
+"""Scores: what raises and lowers them, when a peer is shunned and forgiven, and what survives a restart."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from sapo_node.swarm import peers
+from sapo_node.swarm.peers import PeerBook, load_peers, save_peers
+
+
+def test_strangers_are_welcome() -> None:
+    assert PeerBook().welcome("a", 0.0)
+    assert PeerBook().score("a", 0.0) == 0.0
+
+
+def test_usable_groups_raise_the_score_more_than_filler() -> None:
+    book = PeerBook()
+    book.accepted("learn", groups=4, usable=4, now=0.0)
+    book.accepted("filler", groups=4, usable=0, now=0.0)
+    assert book.score("learn", 0.0) > book.score("filler", 0.0) > 0.0
+
+
+def test_ignored_groups_leave_the_score_alone() -> None:
+    book = PeerBook()
+    book.ignored("a", groups=1000, now=0.0)
+    assert book.score("a", 0.0) == 0.0
+    assert book.get("a") is not None
+
+
+def test_four_faults_shun_a_newcomer_and_time_forgives() -> None:
+    book = PeerBook()
+    for _ in range(3):
+        book.rejected("a", 0.0)
+    assert book.welcome("a", 0.0)
+    book.rejected("a", 0.0)
+    assert not book.welcome("a", 0.0)
+    assert not book.welcome("a", peers.HALF_LIFE_SECONDS)
+    assert book.welcome("a", 1.5 * peers.HALF_LIFE_SECONDS)
+
+
+def test_merit_does_not_protect_for_ever() -> None:
+    book = PeerBook()
+    book.accepted("a", groups=100_000, usable=100_000, now=0.0)
+    for _ in range(6):
+        book.rejected("a", 0.0)
+    assert not book.welcome("a", 0.0)
+
+
+def test_every_peer_is_forgiven_within_two_half_lives() -> None:
+    book = PeerBook()
+    for _ in range(1000):
+        book.rejected("a", 0.0)
+    assert book.welcome("a", 2.01 * peers.HALF_LIFE_SECONDS)
+
+
+def test_scores_decay_and_a_clock_set_back_does_not_raise_them() -> None:
+    book = PeerBook()
+    book.accepted("a", groups=10, usable=0, now=1000.0)
+    assert book.score("a", 1000.0 + peers.HALF_LIFE_SECONDS) == pytest.approx(2.5)
+    assert book.score("a", 0.0) == 5.0
+
+
+def test_the_owners_word_comes_first() -> None:
+    assert not PeerBook(deny=["a"]).welcome("a", 0.0)
+    book = PeerBook(allow=["a"])
+    assert book.welcome("a", 0.0)
+    assert not book.welcome("b", 0.0)
+
+
+def test_the_table_is_bounded_and_keeps_those_it_has_an_opinion_on() -> None:
+    book = PeerBook()
+    for _ in range(4):
+        book.rejected("bad", 0.0)
+    for i in range(3 * peers.MAX_PEERS):
+        book.saw(f"peer{i}", [], float(i))
+    assert len(book) <= peers.MAX_PEERS
+    assert not book.welcome("bad", 0.0)
+
+
+def test_the_best_are_the_most_recently_seen_with_an_address() -> None:
+    book = PeerBook()
+    book.saw("old", ["/ip4/127.0.0.1/tcp/1"], 1.0)
+    book.saw("new", ["/ip4/127.0.0.1/tcp/2"], 2.0)
+    book.saw("nowhere", [], 3.0)
+    for _ in range(4):
+        book.rejected("bad", 4.0)
+    book.saw("bad", ["/ip4/127.0.0.1/tcp/3"], 4.0)
+    assert [r.peer_id for r in book.best(5.0)] == ["new", "old"]
+
+
+def test_peers_survive_a_restart(tmp_path: Path) -> None:
+    book = PeerBook()
+    book.saw("a", ["/ip4/127.0.0.1/tcp/1"], 1.0)
+    book.accepted("a", groups=4, usable=2, now=1.0)
+    path = tmp_path / "peers.json"
+    save_peers(path, book.best(1.0))
+    known, warning = load_peers(path)
+    assert warning is None
+    assert PeerBook(known=known).get("a") == book.get("a")
+    assert os.listdir(tmp_path) == ["peers.json"]
+
+
+def test_the_file_is_bounded(tmp_path: Path) -> None:
+    book = PeerBook()
+    for i in range(2 * peers.MAX_SAVED):
+        book.saw(f"peer{i}", ["/ip4/127.0.0.1/tcp/1"] * 20, float(i))
+    save_peers(tmp_path / "peers.json", book.best(1e3, limit=10_000))
+    known, _ = load_peers(tmp_path / "peers.json")
+    assert len(known) == peers.MAX_SAVED
+    assert max(len(r.addresses) for r in known) == peers.MAX_SAVED_ADDRESSES
+
+
+def test_no_file_is_no_warning(tmp_path: Path) -> None:
+    assert load_peers(tmp_path / "peers.json") == ([], None)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b'{"peers": 3}', b'{"version": 2}', b"\xff", b'{"peers": [{}]}'])
+def test_a_broken_file_is_named_and_not_used(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "peers.json"
+    path.write_bytes(content)
+    known, warning = load_peers(path)
+    assert known == []
+    assert warning is not None
+    assert str(path) in warning
