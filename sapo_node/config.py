@@ -134,7 +134,7 @@ class RolloutsSection(Section):
     """L: completions of a group."""
 
     shared_per_round: Annotated[int, Field(ge=0)] | None = None
-    """S: groups published a round, drawn at random from the B. Empty: all of them."""
+    """S: groups published a round, drawn at random from the B. Empty: all that were drawn, also beyond the B."""
 
     max_age_seconds: Annotated[float, Field(ge=30, le=300)] = 300.0
     """Older external groups are neither accepted nor trained on."""

@@ -17,13 +17,15 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from sapo_node.errors import SapoError
+
 _KEY_HEADER: Final = bytes.fromhex("08011240")
 _KEY_FILE_BYTES: Final = len(_KEY_HEADER) + 64
 _PEER_ID_HEADER: Final = bytes.fromhex("002408011220")
 """Identity multihash of 36 bytes, which are libp2p's public-key message: type Ed25519, 32 bytes follow."""
 
 
-class IdentityError(Exception):
+class IdentityError(SapoError):
     """The key file cannot be used or written. The message names the file and the cure."""
 
 

@@ -30,7 +30,7 @@ from sapo_node.monitor.status import REWARD_ROUNDS, NodeStatus, State, StatusFil
 from sapo_node.rollouts.arrivals import Arrivals
 from sapo_node.rollouts.pool import Pool, PoolError
 from sapo_node.rollouts.sampling import Sampling
-from sapo_node.rollouts.schema import Group
+from sapo_node.rollouts.schema import ModelCard
 from sapo_node.swarm.service import SwarmService
 from sapo_node.tasks import mixture
 from sapo_node.tasks.base import TaskRefused
@@ -88,6 +88,7 @@ class Node:
         self._last_line = float("-inf")
         self._eval_seconds = 0.0
         self._saved_version = -1
+        self._evaluated_version = -1
         self._counted: dict[str, int] = {}  # the swarm's counters at the last round
 
     # -- life ---------------------------------------------------------------------------------------------------------
@@ -109,8 +110,8 @@ class Node:
         return life.result()
 
     def _on_signal(self) -> None:
-        if self._stop.is_set():
-            self._reason = self._reason or "a second signal came"
+        if self._asked:
+            self._reason = "a second signal came"
             self._force.set()
             return
         log.info("stopping: the current step ends and a checkpoint is written; a second signal ends at once")
@@ -168,7 +169,7 @@ class Node:
         self._held = await HeldOut.prepare(config, tasks, self._scorers)
         if self._held.left_out:
             log.warning("too few held-out questions: left out of the held-out score", tasks=self._held.left_out)
-        publish = self._publish if self._swarm is not None else None
+        publish = self._swarm.publish if self._swarm is not None else None
         self._sampling = Sampling(
             config, self._identity, tasks, self._scorers, self._policy, self._pool, self._rng, publish
         )
@@ -232,12 +233,12 @@ class Node:
 
     async def _run_swarm(self) -> None:
         assert self._swarm is not None
-        await self._swarm.run(self._pool, self._arrivals.want, self._arrivals.consume)
-
-    async def _publish(self, groups: list[Group]) -> None:
-        assert self._swarm is not None
-        assert self._policy.info is not None
-        await self._swarm.publish(self._pool, self._policy.info, groups)
+        info = self._policy.info
+        assert info is not None
+        card = ModelCard(
+            name=info.name, params=info.params, licence=info.licence, tokenizer_sha256=info.tokenizer_sha256
+        )
+        await self._swarm.run(self._pool, card, self._arrivals.want, self._arrivals.consume)
 
     async def _keep(self, name: str, service: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run a service for ever; one that fails is named and started again after a growing pause."""
@@ -303,13 +304,15 @@ class Node:
 
     def _keep_score(self, record: EvalRecord) -> None:
         self._held_out.append(record.mean)
+        self._evaluated_version = record.policy_version
         self._eval_seconds = record.seconds or 0.0
         self._record(record)
         log.info("held-out score", score=record.mean, start=self._held_out[0], round=record.round)
 
     async def _last_evaluation(self) -> None:
         """The score at the end, if it fits into half of the time that draining may take."""
-        if self._policy.version and 2 * self._eval_seconds < self._config.node.drain_seconds:
+        unmeasured = self._policy.version != self._evaluated_version
+        if unmeasured and 2 * self._eval_seconds < self._config.node.drain_seconds:
             await self._evaluate()
 
     async def _checkpoint(self) -> None:

@@ -211,6 +211,9 @@ def child_main(module: str, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the node decides when we end
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     importlib.import_module(module).main()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)  # everything worth keeping is on disk; taking torch apart would keep a stopping node waiting for seconds
 
 
 # ---- the parent's side -----------------------------------------------------------------------------------------------

@@ -37,9 +37,9 @@ def test_load_gives_the_same_node(key: Identity) -> None:
 
 
 def test_peer_id_of_a_known_key() -> None:
-    # RFC 8032's first test key; the id computed by libp2p's rule (identity multihash of the public-key message).
+    # RFC 8032's first test key; the id is what p2pd says of it.
     public = bytes.fromhex("d75a980182b10ab7d54bfed3c964073a0ee172f3daa62325af021a68f707511a")
-    assert peer_id_from_public_key(public) == "12D3KooWQ1acAUEYuMNh46N3U7AJ6FfPq5uPXd8YJTAcnnnBKV3o"
+    assert peer_id_from_public_key(public) == "12D3KooWQK1wnefoLrcVHbbnf5tLzbopUd3K3bFAoJpA7YJgL5pV"
     with pytest.raises(ValueError, match="32 bytes"):
         peer_id_from_public_key(public[:-1])
 

@@ -124,7 +124,7 @@ class _Rows:
         for step in range(steps):
             token_R, logprob_R = draw(self._logits_RV, temperature, generator)
             tokens[row_R, step] = token_R  # of ended rows too, behind their end
-            logprobs[row_R, step] = logprob_R
+            logprobs[row_R, step] = logprob_R.float()
             stop_R = running_R & (token_R[:, None] == stop_ids).any(-1)
             end_R = stop_R | (running_R & (self._limit_R <= step + 1))
             ended_at[row_R[end_R]] = step + 1

@@ -23,7 +23,7 @@ from sapo_node.training.sapo import informative
 
 log = structlog.get_logger(__name__)
 
-STOCK_ROUNDS: Final = 4
+STOCK_ROUNDS: Final = 8
 """Usable groups kept in stock, in rounds of J. More would be older when they are used, fewer leaves no choice."""
 
 STOCK_SECONDS: Final = 0.5  # between two looks at the stock; it also changes with every batch that arrives

@@ -100,7 +100,7 @@ class Sampling:
             for index, (one, group, reward) in enumerate(zip(drawn, batch.groups, rewards, strict=True))
         ]
         ids = await self._pool.add_local(self._identity.peer_id, groups, sampled_at)
-        published = await self._share(drawn[:first], batch, sampled_at)
+        published = await self._share(drawn, first, batch, sampled_at)
         return SampledGroups(
             ids=ids,
             rewards_first_drawn=[fmean(reward) for reward in rewards[:first]],
@@ -150,15 +150,15 @@ class Sampling:
                 drawn.append(Drawn(entry=entry, ref=ref, seed=seed, question=question))
         return drawn
 
-    async def _share(self, drawn: list[Drawn], batch: SampledBatch, sampled_at: float) -> int:
-        """Publish S of the groups that were drawn first; how many they were."""
+    async def _share(self, drawn: list[Drawn], first: int, batch: SampledBatch, sampled_at: float) -> int:
+        """Publish S of the groups that were drawn first, or all that was drawn where S is not set; how many."""
         if self._publish is None:
             return 0
-        shareable = [index for index, one in enumerate(drawn) if one.entry.share]
         wanted = self._config.rollouts.shared_per_round
+        shareable = [i for i, one in enumerate(drawn) if one.entry.share and (wanted is None or i < first)]
         if wanted is not None and wanted < len(shareable):
             shareable = self._rng.sample(shareable, wanted)
-        groups = [_wire_group(drawn[index], batch.groups[index], sampled_at, batch) for index in shareable]
+        groups = [_wire_group(drawn[i], batch.groups[i], sampled_at, batch) for i in shareable]
         if groups:
             await self._publish(groups)
         return len(groups)

@@ -12,6 +12,7 @@ Who is to be dialled when is decided by `Attempts`, without I/O.
 import asyncio
 import logging
 import random
+import re
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -35,6 +36,9 @@ JOINED_PAUSE_SECONDS: Final = 300.0
 CHECK_SECONDS: Final = 1.0
 """Pause between two looks at who is connected: a call to our own p2pd, no traffic."""
 
+ENTER_SECONDS: Final = 3.0
+"""Pause between two attempts to enter the DHT through peers that are connected but did not answer there."""
+
 MAX_CACHED: Final = 16
 """Peers of earlier runs that are tried, the most recently seen first. More would be a burst of dials."""
 
@@ -55,6 +59,7 @@ class Result(StrEnum):
     CONNECTED = "connected"
     UNREACHABLE = "unreachable"
     WRONG_PEER_ID = "wrong peer id"
+    NOT_TRIED = "not tried"  # p2pd itself pauses after failures, up to five minutes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +102,9 @@ class Attempts:
     def report(self, address: str, result: Result, now: float, lonely: bool) -> bool:
         """Note how an attempt ended; True if that is news about this address."""
         attempt = self._attempts.setdefault(address, _Attempt())
-        news = attempt.last is not result
-        attempt.last = result
+        news = result is not Result.NOT_TRIED and result is not attempt.last
+        if news:
+            attempt.last = result
         if result is Result.CONNECTED:
             attempt.failures, pause = 0, FIRST_PAUSE_SECONDS
         else:
@@ -139,6 +145,8 @@ class Bootstrap:
         self._dht = dht
         self._book = book
         self._tell = tell
+        self._initial_peers = frozenset(initial_peers)
+        self._enter_again_at = 0.0
         self._attempts = Attempts(network.peer_id, initial_peers, rng if rng is not None else random.Random())
 
     async def run(self) -> None:
@@ -155,11 +163,14 @@ class Bootstrap:
         due = self._attempts.due(time.monotonic(), connected, self._cached())
         outcomes = await asyncio.gather(*(self._dial(address) for address in due))
         for outcome in outcomes:
-            if self._attempts.report(outcome.address, outcome.result, time.monotonic(), lonely=not connected):
+            news = self._attempts.report(outcome.address, outcome.result, time.monotonic(), lonely=not connected)
+            # That a peer of an earlier run is gone is nothing an owner could act on.
+            if news and (outcome.address in self._initial_peers or outcome.result is Result.CONNECTED):
                 self._tell(outcome)
         reached = {peer_id_of(o.address) for o in outcomes if o.result is Result.CONNECTED}
         everyone = reached.union(connected)
-        if reached or (everyone and not self._dht.neighbours()):
+        if reached or (everyone and not self._dht.neighbours() and time.monotonic() >= self._enter_again_at):
+            self._enter_again_at = time.monotonic() + ENTER_SECONDS
             await self._enter_dht(sorted(everyone))
         self.state = JoinState.JOINED if everyone else JoinState.ALONE
 
@@ -194,11 +205,16 @@ def peer_id_of(address: str) -> str:
 
 
 def explain_failure(address: str, reason: str) -> Outcome:
-    """What a failed dial means for the owner of the node; `reason` is p2pd's wording."""
-    if "peer id mismatch" in reason:
+    """What a failed dial means for the owner of the node; `reason` is p2pd's wording, which names every address it
+    knows of that peer."""
+    ours = re.search(rf"\[{re.escape(address.rpartition('/p2p/')[0])}\] (.*?)(?: \* |$)", reason)
+    why = ours[1] if ours else reason.rpartition(": ")[2]
+    if "peer id mismatch" in why:
         message = (
             f"{address} answers, but with another key than the peer id at its end: it was set up anew, or another node "
             "took its place. Ask its owner for the present address."
         )
         return Outcome(address, Result.WRONG_PEER_ID, message)
-    return Outcome(address, Result.UNREACHABLE, f"{address} does not answer ({reason}); it is tried again in a while.")
+    if "dial backoff" in why:
+        return Outcome(address, Result.NOT_TRIED, f"{address} failed a moment ago and is tried again in a while.")
+    return Outcome(address, Result.UNREACHABLE, f"{address} does not answer ({why}); it is tried again in a while.")

@@ -30,7 +30,7 @@ from sapo_node.swarm.hivemind_light import (
     traverse_dht,
 )
 from sapo_node.swarm.p2p import Network, NetworkError
-from sapo_node.swarm.protocol import MAX_RECORD_BYTES, MAX_SUBKEYS, epoch_of
+from sapo_node.swarm.protocol import MAX_RECORD_BYTES, MAX_SHARD_BITS, MAX_SUBKEYS, epoch_of
 from sapo_node.swarm.records import (
     Record,
     RecordStore,
@@ -340,7 +340,7 @@ class SwarmDHT:
         answers = await asyncio.gather(*map(self._meet, peers))
         if any(answers):
             own = self._protocol.node_id
-            await self._network.guard("enter the DHT", self._search(own, {}), OPERATION_SECONDS)
+            await self._network.guard("enter the DHT", self._search({own: {}}), OPERATION_SECONDS)
             await self._settle_shard()
         return sum(answers)
 
@@ -372,7 +372,7 @@ class SwarmDHT:
         return await self._network.guard(what, self._spread(DHTID.from_bytes(key), record, here), OPERATION_SECONDS)
 
     async def _spread(self, key: Any, record: Record, here: bool) -> bool:
-        holders = (await self._search(key, {}))[:REPLICAS]
+        holders = (await self._search({key: {}}))[:REPLICAS]
         if not holders:
             return here
         packed = StrictSerializer.dumps(record.envelope)
@@ -381,39 +381,48 @@ class SwarmDHT:
 
     async def read(self, epoch: int, k: int, prefix: int) -> list[bytes]:
         """The signed announcements in a shard, each valid; those that were found until the deadline."""
-        key = key_id(self._swarm, epoch, k, prefix)
-        found = {record.public_key: record for record in self._protocol.records.get(key)}
-        await self._network.guard("read the DHT", self._search(DHTID.from_bytes(key), found), OPERATION_SECONDS)
-        self._note_shard(epoch, k, prefix, len(found))
-        return [record.envelope for record in found.values()]
+        (envelopes,) = await self._read([(epoch, k, prefix)])
+        self._note_shard(epoch, k, prefix, len(envelopes))
+        return envelopes
 
-    async def _search(self, key: Any, found: dict[bytes, Record]) -> list[Any]:
-        """Ask the nodes nearest to a key, nearer and nearer ones. Merge their records into `found`; return the peer
-        ids of those that answered, nearest first."""
-        protocol = self._protocol
-        known = dict(protocol.routing_table.get_nearest_neighbors(key, NEIGHBOURS, exclude=protocol.node_id))
+    async def _read(self, shards: Sequence[tuple[int, int, int]]) -> list[list[bytes]]:
+        """The announcements in each of several shards, found in one search."""
+        keys = [DHTID.from_bytes(key_id(self._swarm, *shard)) for shard in shards]
+        found = {key: {r.public_key: r for r in self._protocol.records.get(key.to_bytes())} for key in keys}
+        await self._network.guard("read the DHT", self._search(found), OPERATION_SECONDS)
+        return [[record.envelope for record in found[key].values()] for key in keys]
+
+    async def _search(self, found: dict[Any, dict[bytes, Record]]) -> list[Any]:
+        """Ask the nodes nearest to each key of `found`, nearer and nearer ones, and add the records they hold.
+
+        Returns the peer ids of those that answered, the nearest to the first key first.
+        """
+        protocol, keys = self._protocol, list(found)
+        known: dict[Any, Any] = {}
+        for key in keys:
+            known.update(protocol.routing_table.get_nearest_neighbors(key, NEIGHBOURS, exclude=protocol.node_id))
         answered: dict[Any, Any] = {}
 
         async def ask(node_id: Any, queries: Collection[Any]) -> dict[Any, tuple[Sequence[Any], bool]]:
-            nothing: dict[Any, tuple[Sequence[Any], bool]] = dict.fromkeys(queries, ((), False))
             peer = known[node_id]
-            if self._suspended.get(peer, -math.inf) > self._now():
-                return nothing
-            answer = await protocol.call_find(peer, queries)
+            left_out = self._suspended.get(peer, -math.inf) > self._now() or peer.to_base58() in self._network.denied
+            answer = None if left_out else await protocol.call_find(peer, queries)
             if answer is None:
-                self._suspend(peer)
-                return nothing
+                if not left_out:
+                    self._suspend(peer)
+                return dict.fromkeys(queries, ((), False))
             answered[node_id] = peer
-            records, nearest = answer[key]
-            _merge(found, records)
-            nearest.pop(protocol.node_id, None)
-            known.update(nearest)
-            return {key: (tuple(nearest), False)}
+            for key, (records, nearest) in answer.items():
+                _merge(found[key], records)
+                nearest.pop(protocol.node_id, None)
+                known.update(nearest)
+            return {key: (tuple(nearest), False) for key, (_, nearest) in answer.items()}
 
         with suppress(TimeoutError):
             async with asyncio.timeout(SEARCH_SECONDS):
-                await traverse_dht([key], list(known), BEAM, 4, 1, ask, visited_nodes={key: {protocol.node_id}})
-        return [answered[node_id] for node_id in sorted(answered, key=key.xor_distance)]
+                visited = {key: {protocol.node_id} for key in keys}
+                await traverse_dht(keys, list(known), BEAM, 4, MAX_KEYS_A_CALL, ask, visited_nodes=visited)
+        return [answered[node_id] for node_id in sorted(answered, key=keys[0].xor_distance)]
 
     def _suspend(self, peer: Any) -> None:
         now = self._now()
@@ -424,10 +433,16 @@ class SwarmDHT:
 
     async def _settle_shard(self) -> None:
         """A newcomer's walk to the first k whose shard is not empty; see `ShardSchedule`."""
-        while (k := self.schedule.next_probe()) is not None:
+        while (first := self.schedule.next_probe()) is not None:
             epoch = epoch_of(self._now())
-            recent = [(e, k, shard_prefix(self._network.public_key, e, k)) for e in (epoch, epoch - 1)]
-            self.schedule.probed(sum(map(len, await asyncio.gather(*(self.read(*shard) for shard in recent)))))
+            shards = [
+                (e, k, shard_prefix(self._network.public_key, e, k))
+                for k in range(first, min(first + MAX_KEYS_A_CALL // 2, MAX_SHARD_BITS + 1))
+                for e in (epoch, epoch - 1)
+            ]
+            sizes = [len(envelopes) for envelopes in await self._read(shards)]
+            for now, before in zip(sizes[::2], sizes[1::2], strict=True):
+                self.schedule.probed(now + before)
 
     def _note_shard(self, epoch: int, k: int, prefix: int, records: int) -> None:
         """Adapt k once an epoch, by the shards of the epoch before it (that one is complete) read meanwhile."""

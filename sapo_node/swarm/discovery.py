@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from sapo_node.swarm import protocol
+from sapo_node.swarm.records import latest_expiry
 
 REWRITE_SECONDS: Final = 3.0
 """Shortest time between two announcements: each costs the DHT some 30 messages."""
@@ -47,7 +48,8 @@ class AnnouncePlan:
         next_epoch = (protocol.epoch_of(now) + 1) * protocol.EPOCH_SECONDS
         # Not everyone at the same instant; readers look at the previous epoch too.
         self._new_epoch_at = next_epoch + self._rng.uniform(0.0, REWRITE_SECONDS)
-        self._expiry = max(now + RECORD_SECONDS, self._expiry + 0.01)
+        later = max(now + RECORD_SECONDS, self._expiry + 0.01)
+        self._expiry = min(later, latest_expiry(protocol.epoch_of(now)))  # binds only after a clock was set far back
         return self._expiry
 
     def failed(self) -> None:

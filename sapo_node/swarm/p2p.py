@@ -118,6 +118,10 @@ class Network:
         found = self.p2p.peer_id.to_base58()
         if found != self.peer_id:
             raise NetworkError(f"p2pd calls itself {found}, but {identity.path} is {self.peer_id}")
+        for task in (self.p2p._client.control._read_task, self.p2p._client.control._write_task):
+            task.add_done_callback(
+                lambda ended: ended.cancelled() or ended.exception()
+            )  # told by `_watch`, not by asyncio
         self._dead = asyncio.create_task(self._watch(self._dead))
 
     async def _watch(self, process: asyncio.Task[str]) -> str:

@@ -6,9 +6,9 @@ loses it, the session ends as a whole and the next one starts after a growing pa
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable, Coroutine
 from importlib.metadata import version
-from typing import Final
+from typing import Any, Final
 
 import structlog
 
@@ -16,25 +16,28 @@ from sapo_node.config import NodeConfig
 from sapo_node.datadir import DataDir
 from sapo_node.errors import SapoError
 from sapo_node.identity import Identity
+from sapo_node.rollouts.codec import Rejected
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.schema import Batch, Group, ModelCard
 from sapo_node.swarm.bootstrap import Bootstrap, Outcome, Result
 from sapo_node.swarm.dht import SwarmDHT
+from sapo_node.swarm.discovery import REWRITE_SECONDS
 from sapo_node.swarm.exchange import Exchange, ExchangeStats
+from sapo_node.swarm.outbox import Outbox
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError, PortInUse, check_port_is_free
 from sapo_node.swarm.peers import PeerBook, load_peers, save_peers
 from sapo_node.swarm.protocol import PROTO
-from sapo_node.training.base import ModelInfo
 
 log = structlog.get_logger(__name__)
 
 FIRST_PAUSE_SECONDS: Final = 1.0
 LONGEST_PAUSE_SECONDS: Final = 60.0
 SAVE_PEERS_SECONDS: Final = 30.0
+PUBLISH_SECONDS: Final = 0.05  # between two looks at what waits to leave
 ADDRESS_SECONDS: Final = 2.0  # between two looks at our own addresses: a router may give us new ones
 
-Consume = Callable[[Exchange], Awaitable[None]]
+Consume = Callable[[Exchange], Coroutine[Any, Any, None]]
 
 
 class SwarmService:
@@ -52,7 +55,7 @@ class SwarmService:
         self.stats = ExchangeStats()
         self.sessions = 0
         self._exchange: Exchange | None = None
-        self._dropped_batches = 0
+        self._outbox = Outbox(REWRITE_SECONDS)
 
     @property
     def peers(self) -> int:
@@ -67,31 +70,17 @@ class SwarmService:
             except PortInUse as error:
                 raise SapoError(str(error)) from error
 
-    async def publish(self, pool: Pool, model: ModelInfo, groups: list[Group]) -> None:
-        """Offer groups to the swarm. Without a session they are dropped: they would be stale before the next one."""
-        if self._exchange is None:
-            self._dropped_batches += 1
-            return
-        batch = Batch(
-            proto=PROTO,
-            swarm=self._config.swarm.name,
-            peer_id=self._identity.peer_id,
-            seq=await pool.next_seq("batch"),
-            created_at=time.time(),
-            model=ModelCard(
-                name=model.name, params=model.params, licence=model.licence, tokenizer_sha256=model.tokenizer_sha256
-            ),
-            groups=groups,
-        )
-        await self._exchange.publish(batch)
+    async def publish(self, groups: list[Group]) -> None:
+        """Offer groups to the swarm; they leave with the next batch. Without a session they wait, within bounds."""
+        self._outbox.put(groups)
 
-    async def run(self, pool: Pool, want: Callable[[], int], consume: Consume) -> None:
+    async def run(self, pool: Pool, card: ModelCard, want: Callable[[], int], consume: Consume) -> None:
         """Keep a session running until cancelled. Raises SapoError for a port that is taken."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             started = time.monotonic()
             try:
-                await self._session(pool, want, consume)
+                await self._session(pool, card, want, consume)
             except* PortInUse as group:
                 raise SapoError(str(group.exceptions[0])) from group
             except* NetworkError as group:
@@ -101,7 +90,7 @@ class SwarmService:
             await asyncio.sleep(pause)
             pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
 
-    async def _session(self, pool: Pool, want: Callable[[], int], consume: Consume) -> None:
+    async def _session(self, pool: Pool, card: ModelCard, want: Callable[[], int], consume: Consume) -> None:
         settings = self._config.swarm
         network = await Network.start(
             self._identity,
@@ -133,24 +122,40 @@ class SwarmService:
             self.stats = self._exchange.stats
             self.sessions += 1
             bootstrap = Bootstrap(network, dht, settings.initial_peers, self.book, self._tell_outcome)
-            await self._run_services(network, self._exchange, bootstrap, consume)
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._end_with_p2pd(network), name="p2pd")
+                group.create_task(bootstrap.run(), name="bootstrap")
+                group.create_task(self._exchange.run(), name="exchange")
+                group.create_task(self._publish_loop(self._exchange, pool, card), name="publish")
+                group.create_task(consume(self._exchange), name="arrivals")
+                group.create_task(self._follow_addresses(network), name="addresses")
+                group.create_task(self._save_peers(), name="peers")
         finally:
             self._exchange = None
             if dht is not None:
                 await dht.close()
             await network.close()
 
-    async def _run_services(self, network: Network, exchange: Exchange, bootstrap: Bootstrap, consume: Consume) -> None:
-        async def end_with_p2pd() -> None:
-            raise NetworkError(await network.wait_dead())
+    async def _end_with_p2pd(self, network: Network) -> None:
+        raise NetworkError(await network.wait_dead())
 
-        async with asyncio.TaskGroup() as group:
-            group.create_task(end_with_p2pd(), name="p2pd")
-            group.create_task(bootstrap.run(), name="bootstrap")
-            group.create_task(exchange.run(), name="exchange")
-            group.create_task(_run(consume, exchange), name="arrivals")
-            group.create_task(self._follow_addresses(network), name="addresses")
-            group.create_task(self._save_peers(), name="peers")
+    async def _publish_loop(self, exchange: Exchange, pool: Pool, card: ModelCard) -> None:
+        while True:
+            for groups in self._outbox.take(time.monotonic()):
+                batch = Batch(
+                    proto=PROTO,
+                    swarm=self._config.swarm.name,
+                    peer_id=self._identity.peer_id,
+                    seq=await pool.next_seq("batch"),
+                    created_at=time.time(),
+                    model=card,
+                    groups=groups,
+                )
+                try:
+                    await exchange.publish(batch)
+                except Rejected as error:
+                    log.warning("own groups break a limit of the wire and stay here", reason=str(error))
+            await asyncio.sleep(PUBLISH_SECONDS)
 
     def _tell_outcome(self, outcome: Outcome) -> None:
         tell = log.info if outcome.result is Result.CONNECTED else log.warning
@@ -179,7 +184,3 @@ class SwarmService:
             save_peers(self._data.peers, self.book.best(time.time()))
         except OSError as error:
             log.warning("the peers met could not be saved", file=str(self._data.peers), reason=str(error))
-
-
-async def _run(consume: Consume, exchange: Exchange) -> None:
-    await consume(exchange)

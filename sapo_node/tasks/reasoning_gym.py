@@ -91,7 +91,7 @@ def _is_arithmetic(answer: str, _: Mapping[str, Any]) -> bool:
     return _ARITHMETIC.fullmatch(answer) is not None and "**" not in answer
 
 
-def _is_number_list(answer: str, _: Mapping[str, Any]) -> bool:
+def _is_without_nan(answer: str, _: Mapping[str, Any]) -> bool:
     return "nan" not in answer.lower()
 
 
@@ -103,6 +103,7 @@ def _is_formula(answer: str, _: Mapping[str, Any]) -> bool:
 _MUST_FIT: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "binary_matrix": _is_truth,  # evaluates any other text, and for part marks only
     "countdown": _is_arithmetic,  # evaluates the text
-    "number_sorting": _is_number_list,  # takes [NaN, NaN, NaN] for right: NaN is neither unsorted nor far off
+    "complex_arithmetic": _is_without_nan,  # takes nan for right: min(1.0, nan) is 1.0
+    "number_sorting": _is_without_nan,  # takes [NaN, NaN, NaN] for right: NaN is neither unsorted nor far off
     "propositional_logic": _is_formula,  # tries 2^k assignments, where k counts whatever names the text holds
 }

@@ -83,6 +83,7 @@ class _Slot(Struct, eq=False):
 class ScorerPool:
     """Scorer workers and the queue before them. Methods may be called concurrently.
 
+    `answer_seconds` is the deadline for an answer and for a question; `module` is another worker's, for tests.
     `faults` counts lost workers, `restarts` the starts that replaced them, `last_fault` tells of the newest.
     """
 
@@ -94,9 +95,7 @@ class ScorerPool:
         self._seconds = answer_seconds
         self._call_seconds = 3 * answer_seconds + GRACE_SECONDS  # generate, the call's time, an answer at its end
         self._slots = [
-            _Slot(
-                Worker(f"scorer {n}", "sapo_node.tasks.scorer_worker", env=_environment(), start_seconds=START_SECONDS)
-            )
+            _Slot(Worker(f"scorer {n}", module, env=_environment(), start_seconds=START_SECONDS))
             for n in range(workers)
         ]
         self._idle: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()
@@ -181,7 +180,8 @@ class ScorerPool:
     ) -> list[R]:
         """A result for each item. `ask` answers a beginning of what it is given, at least one, and names a fault.
 
-        When a worker is lost nobody knows by which item: they are then asked for one at a time until it is found.
+        When a worker is lost nobody knows by which item, or whether by any. From then on they are asked for one at a
+        time, and the one that loses a worker again is the culprit.
         """
         results: list[R] = []
         faults, alone = 0, False
@@ -193,13 +193,13 @@ class ScorerPool:
             except ScorersFailed:
                 raise
             except WorkerError as error:
-                fault = str(error)
-                alone = len(part) > 1
-                if not alone:
-                    results.append(lost())
+                answers, fault = [], str(error)
             if fault:
                 self._note_fault(fault)
                 faults += 1
+                if alone and not answers:
+                    results.append(lost())
+                alone = not answers and not alone
         return results + [lost() for _ in range(len(items) - len(results))]
 
     def _note_fault(self, fault: str) -> None:

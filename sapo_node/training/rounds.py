@@ -67,6 +67,7 @@ class Rounds:
         self._room = asyncio.Semaphore(ahead)
         self._drawn: asyncio.Queue[SampledGroups] = asyncio.Queue(maxsize=ahead)
         self._last_end = time.monotonic()
+        self._attempts = 0  # rounds begun by this process; unlike versions it never goes back
 
     async def sampling_loop(self) -> None:
         """Draw batches until the node stops."""
@@ -100,7 +101,8 @@ class Rounds:
         released = False
         try:
             batch, plan, chosen = await self._plan(batch)
-            groups = await self._pool.consume([*plan.local_ids, *plan.external_ids], self._policy.version)
+            self._attempts += 1
+            groups = await self._pool.consume([*plan.local_ids, *plan.external_ids], self._attempts)
             if plan.discarded_ids:
                 await self._pool.discard(plan.discarded_ids)
             if self._policy.takes_turns:

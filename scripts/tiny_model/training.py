@@ -13,7 +13,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from .problems import Problem, is_right
 
 BATCH = 96
-BUCKET = 16  # batches sorted by length together: little padding, still mixed
+BUCKET = 16  # batches of a stretch that is sorted by length
+QUARTERS = 4
 IGNORED = -100  # label of positions without loss: prompts and padding
 
 
@@ -39,14 +40,19 @@ def encode_example(tokenizer: PreTrainedTokenizerFast, question: str, answer: st
     return Example(encode_prompt(tokenizer, question), [*ids, tokenizer.eos_token_id])
 
 
-def _batches(examples: list[Example], rng: random.Random) -> list[list[Example]]:
-    """One epoch in batches of similar length, in random order."""
+def _batches(examples: list[Example], rng: random.Random) -> list[list[list[Example]]]:
+    """One epoch of batches, each in QUARTERS parts: one from each quarter of the lengths.
+
+    Parts hold examples of similar length, so little is padded; a batch holds all lengths, and with them all tasks.
+    """
     order = rng.sample(examples, len(examples))
     batches = []
     for start in range(0, len(order), BATCH * BUCKET):
         bucket = sorted(order[start : start + BATCH * BUCKET], key=lambda e: len(e.prompt) + len(e.answer))
-        batches += [bucket[i : i + BATCH] for i in range(0, len(bucket), BATCH)]
-    rng.shuffle(batches)
+        size = -(-len(bucket) // QUARTERS)
+        quarters = [rng.sample(part, len(part)) for i in range(QUARTERS) if (part := bucket[i * size : (i + 1) * size])]
+        part = BATCH // QUARTERS
+        batches += [[quarter[i : i + part] for quarter in quarters if quarter[i:]] for i in range(0, size, part)]
     return batches
 
 
@@ -72,22 +78,29 @@ def train(
     schedule: Callable[[int], float] = lambda step: min((step + 1) / warmup, 1 - 0.9 * step / max(1, steps))  # noqa: E731
     rates = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
     model.train()
-    queue: list[list[Example]] = []
+    queue: list[list[list[Example]]] = []
     started = time.monotonic()
     for step in range(1, steps + 1):
         if not queue:
             queue = _batches(examples, rng)
-        inputs_BT, labels_BT = _tensors(queue.pop(), pad)
-        logits_BTV = model(input_ids=inputs_BT[:, :-1], use_cache=False).logits
-        loss = F.cross_entropy(logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED)
+        parts = queue.pop()
+        tokens = sum(len(example.answer) for part in parts for example in part)
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        loss = 0.0
+        for part in parts:
+            inputs_BT, labels_BT = _tensors(part, pad)
+            logits_BTV = model(input_ids=inputs_BT[:, :-1], use_cache=False).logits
+            total = F.cross_entropy(
+                logits_BTV.flatten(0, 1), labels_BT[:, 1:].flatten(), ignore_index=IGNORED, reduction="sum"
+            )
+            (total / tokens).backward()
+            loss += total.item() / tokens
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         rates.step()
         if step % 25 == 0 or step == steps:
             left = (time.monotonic() - started) / step * (steps - step)
-            say(f"{stage}: step {step}/{steps}, loss {loss.item():.3f}, {left:.0f} s left")
+            say(f"{stage}: step {step}/{steps}, loss {loss:.3f}, {left:.0f} s left")
 
 
 @torch.no_grad()

@@ -1,5 +1,8 @@
 """Loopback nodes: real p2pd processes that find only each other."""
 
+import asyncio
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -43,6 +46,14 @@ class Loopback:
         """The loopback address of a node, with its peer id."""
         (address, *_) = [a for a in await network.addresses() if a.startswith("/ip4/127.0.0.1/tcp/")]
         return f"{address}/p2p/{network.peer_id}"
+
+    @staticmethod
+    async def freeze(network: Network) -> None:
+        """Stop the node's p2pd, so that it hangs; all its threads have stopped when this returns."""
+        os.kill(network.daemon.pid, signal.SIGSTOP)
+        tasks = Path(f"/proc/{network.daemon.pid}/task")
+        while any(file.read_text().rpartition(")")[2].split()[0] != "T" for file in tasks.glob("*/stat")):
+            await asyncio.sleep(0.01)
 
     async def swarm(self, names: str, **options: Any) -> list[Network]:
         """Connected nodes, one a letter; each knows the address of the first alone."""

@@ -159,6 +159,7 @@ def test_stream_to_a_stranger_by_its_addresses(on_loopback: Any) -> None:
     on_loopback(body)
 
 
+@pytest.mark.slow
 def test_streams_of_a_peer_are_bounded_and_others_still_served(on_loopback: Any) -> None:
     async def body(loopback: Any) -> None:
         a, b, c = await loopback.swarm("abc")
@@ -243,6 +244,7 @@ async def gossip_until(condition: Any, network: Any, data: bytes) -> None:
     raise AssertionError("no hint arrived in 5 s")
 
 
+@pytest.mark.slow
 def test_hints_reach_the_others_but_not_the_sender_or_those_who_deny_it(on_loopback: Any) -> None:
     async def body(loopback: Any) -> None:
         networks = await loopback.swarm("abc")
@@ -323,7 +325,7 @@ def test_killed_p2pd_is_noticed_and_every_call_says_so(on_loopback: Any) -> None
 def test_a_call_in_flight_ends_when_p2pd_is_killed(on_loopback: Any) -> None:
     async def body(loopback: Any) -> None:
         a = await loopback.start("a")
-        os.kill(a.daemon.pid, signal.SIGSTOP)
+        await loopback.freeze(a)
         call = asyncio.create_task(a.peers())
         await asyncio.sleep(0.1)
         assert not call.done()
@@ -341,7 +343,7 @@ def test_hung_p2pd_surfaces_as_an_error_naming_the_call(on_loopback: Any, monkey
 
     async def body(loopback: Any) -> None:
         a = await loopback.start("a")
-        os.kill(a.daemon.pid, signal.SIGSTOP)
+        await loopback.freeze(a)
         started = time.monotonic()
         with pytest.raises(NetworkError, match=r"list peers: no answer within 0\.3 s"):
             await a.peers()

@@ -1,0 +1,184 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+from sapo_node.training.policy import check_folder, default_lr, load_policy, make_policy
+from sapo_node.workers import Refused
+from tests.tiny import FAMILIES, Family, make_model, make_tokenizer, write_model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_model_folders_of_three_families_load(tmp_path: Path, family: Family) -> None:
+    policy = load_policy(str(write_model(tmp_path / "model", family)))
+    assert policy.packed
+    assert policy.split_head
+    assert policy.stop_ids == (0,)
+    assert policy.notes == []
+
+
+def test_the_tokenizers_digest_does_not_depend_on_where_it_lies(tmp_path: Path) -> None:
+    write_model(tmp_path / "one")
+    write_model(tmp_path / "two", "gpt2")
+    digests = {load_policy(str(tmp_path / name)).tokenizer_sha256 for name in ("one", "two")}
+    assert len(digests) == 1
+
+
+def test_a_missing_folder_is_named(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match="no-such-model does not exist"):
+        load_policy(str(tmp_path / "no-such-model"))
+
+
+def test_a_hub_name_without_network_says_how_to_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(Refused, match="copy the model's folder to this machine"):
+        load_policy("nobody/no-such-model")
+
+
+def test_a_folder_without_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Refused, match=r"has no config\.json"):
+        check_folder(tmp_path)
+
+
+def test_a_model_that_is_no_causal_lm_is_refused_by_its_class(tmp_path: Path) -> None:
+    config = BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=40)
+    BertForMaskedLM(config).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(Refused, match="BertForMaskedLM, not a causal language model"):
+        load_policy(str(tmp_path))
+
+
+def test_pickled_weights_are_not_opened(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(Refused, match="pickled weights"):
+        load_policy(str(tmp_path))
+
+
+def test_code_in_a_models_folder_is_not_run(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"architectures": ["OurOwnModel"], "model_type": "ours", "auto_map": {"AutoConfig": "code.OurConfig"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "code.py").write_text("raise SystemExit('ran')")
+    with pytest.raises(Refused, match="OurOwnModel, not a causal language model"):
+        load_policy(str(tmp_path))
+
+
+def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    with pytest.raises(Refused, match="has no tokenizer"):
+        load_policy(str(tmp_path))
+
+
+def test_damaged_weights_are_refused(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0not a header....")
+    with pytest.raises(Refused, match="cannot be loaded"):
+        load_policy(str(tmp_path))
+
+
+def test_missing_weights_are_not_filled_with_noise(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["num_hidden_layers"] = 3  # one more than there are weights for
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(Refused, match=r"lacks \d+ weights"):
+        load_policy(str(tmp_path))
+
+
+def test_a_tokenizer_larger_than_its_model_is_refused() -> None:
+    with pytest.raises(Refused, match="do not belong together"):
+        make_policy("small", make_model(vocabulary=100), make_tokenizer())
+
+
+def test_a_tokenizer_without_an_end_is_refused() -> None:
+    tokenizer, model = make_tokenizer(), make_model()
+    tokenizer.eos_token = None
+    model.generation_config.eos_token_id = None
+    with pytest.raises(Refused, match="no end-of-sequence token"):
+        make_policy("endless", model, tokenizer)
+
+
+def test_a_cuda_device_that_is_missing_is_refused(tmp_path: Path) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one here")
+    with pytest.raises(Refused, match="finds no CUDA device"):
+        load_policy(str(write_model(tmp_path)), device="cuda")
+
+
+class Blind(LlamaForCausalLM):
+    """A model that drops block masks, as architectures with their own attention do."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **others):  # type: ignore[no-untyped-def]
+        return super().forward(input_ids, position_ids=position_ids, **others)
+
+
+class Capped(GPT2LMHeadModel):
+    """A model that does more to its logits than its output layer."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **others):  # type: ignore[no-untyped-def]
+        output = super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, **others)
+        output.logits = 3 * torch.tanh(output.logits / 3)
+        return output
+
+
+def test_logits_changed_behind_the_output_layer_are_noticed() -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=300, n_embd=32, n_layer=1, n_head=2, n_positions=64, initializer_range=0.3)
+    policy = make_policy("capped", Capped(config).eval(), make_tokenizer())
+    assert not policy.split_head
+    assert policy.packed
+    assert any("behind the output layer" in note for note in policy.notes)
+
+
+def test_a_model_that_ignores_block_masks_is_trained_on_unpacked() -> None:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        initializer_range=0.3,
+    )
+    model = Blind(config).eval()
+    model.base_model.forward = _without_mask(model.base_model.forward)
+    policy = make_policy("blind", model, make_tokenizer())
+    assert not policy.packed
+    assert any("no block mask" in note for note in policy.notes)
+
+
+def _without_mask(forward):  # type: ignore[no-untyped-def]
+    return lambda *arguments, attention_mask=None, **others: forward(*arguments, **others)
+
+
+def test_a_sliding_window_is_not_packed() -> None:
+    torch.manual_seed(0)
+    config = MistralConfig(
+        vocab_size=300,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        sliding_window=64,
+        max_position_embeddings=256,
+    )
+    assert not make_policy("window", MistralForCausalLM(config).eval(), make_tokenizer()).packed
+
+
+def test_learning_rates_follow_the_model() -> None:
+    assert (default_lr("demo"), default_lr("benchmark"), default_lr("org/model")) == (3e-4, 3e-4, 1e-6)
