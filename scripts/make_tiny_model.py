@@ -42,7 +42,7 @@ from transformers import (
 from sapo_node.config import TaskEntry
 
 ROOT = Path(__file__).resolve().parent.parent
-CLEAN_STEPS, CLEAN_LR = 2_000, 2e-3
+CLEAN_STEPS, CLEAN_LR = 1_500, 2e-3
 EXAMPLES = 6_000  # a task
 PHRASE_QUESTIONS = 500  # a task, from which the tokenizer learns its phrases
 
@@ -70,6 +70,7 @@ def new_model(family: str, tokenizer: PreTrainedTokenizerFast) -> PreTrainedMode
     """An untrained model. Its vocabulary is the tokenizer's and not rounded up: every token it samples is a text."""
     shared = {
         "vocab_size": len(tokenizer),
+        "initializer_range": 0.06,  # larger than usual: so narrow a model learns twice as fast from it
         "num_hidden_layers": 3,
         "num_attention_heads": 4,
         "intermediate_size": 256,

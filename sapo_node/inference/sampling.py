@@ -18,7 +18,7 @@ from torch import Tensor
 from sapo_node import workers
 from sapo_node.rollouts.schema import Finish
 from sapo_node.training.logprobs import log_softmax, takes_argument
-from sapo_node.training.policy import TOLERANCE, Policy, plain_logprobs
+from sapo_node.training.policy import Policy, agree, plain_logprobs
 
 STEP_SECONDS = 300.0  # longest that one forward pass may take; a large model's first one on a CPU can need minutes
 
@@ -192,9 +192,7 @@ def check_sampling(policy: Policy) -> None:
     for prompt, completions in zip(prompts, drawn, strict=True):
         for one in completions:
             exact = plain_logprobs(policy, prompt, one.token_ids)
-            if not torch.allclose(
-                exact.cpu(), torch.tensor(one.logprobs).to(exact.dtype).cpu(), atol=TOLERANCE[policy.dtype], rtol=0
-            ):
+            if not agree(torch.tensor(one.logprobs), exact, policy.dtype):
                 raise workers.Refused(
                     f"training.model: {policy.name} samples with other log-probs than it trains with (its key-value "
                     "cache or its padding changes them), so it cannot be used"

@@ -65,6 +65,7 @@ class Daemon:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
                 env=environment,
+                start_new_session=True,  # Ctrl-C reaches the node's whole group; the network is needed while it drains
             )
         except OSError as error:
             raise NetworkError(f"cannot start {P2PD}: {error}; reinstall hivemind for this platform") from error

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -35,8 +36,9 @@ LARGE_LR: Final = 1e-5  # a full fine-tune of a large model with more than this 
 # What is fetched of a named model: never pickles, never code.
 HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
 
-# Largest difference of log-probs that arithmetic in another order explains; a wrong mask or position is far above.
-TOLERANCE: Final = {torch.float32: 1e-4, torch.float64: 1e-9, torch.bfloat16: 0.15}
+# Mean and largest difference of log-probs that arithmetic in another order explains, in large models too; a wrong mask
+# or position is far above. bfloat16 has 8 bits: single tokens may differ by anything, the mean may not.
+TOLERANCE: Final = {torch.float64: (1e-6, 1e-6), torch.float32: (1e-4, 5e-4), torch.bfloat16: (0.1, float("inf"))}
 
 
 @dataclass
@@ -99,7 +101,10 @@ def load_policy(
 def make_policy(name: str, model: Any, tokenizer: Any, system_prompt: str = "") -> Policy:
     """A policy of a model (in eval mode) and a tokenizer that are in memory already, tried out."""
     stop_ids = _stop_ids(model, tokenizer, name)
-    encoder = Encoder(tokenizer, stop_ids[0], system_prompt)
+    try:
+        encoder = Encoder(tokenizer, stop_ids[0], system_prompt)
+    except (ValueError, TemplateError) as error:
+        raise Refused(f"training.model: the chat template of {name} cannot be used: {error}") from error
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
         raise Refused(
@@ -110,6 +115,12 @@ def make_policy(name: str, model: Any, tokenizer: Any, system_prompt: str = "") 
     policy = Policy(name, model, tokenizer, encoder, stop_ids, model.device, max_length, notes=list(encoder.notes))
     try_out(policy)
     return policy
+
+
+def public_name(name: str) -> str:
+    """What others are told: of a folder its last part only, since paths are nobody's business."""
+    path = Path(name).expanduser()
+    return path.resolve().name if path.is_dir() else name
 
 
 def default_lr(name: str) -> float:
@@ -124,8 +135,13 @@ def find_folder(name: str) -> Path:
     path = Path(name).expanduser()
     if path.is_dir():
         return path
-    if path.is_absolute() or name.startswith((".", "~")) or name.count("/") != 1:
+    if path.is_absolute() or name.startswith((".", "~")):
         raise Refused(f"training.model: the folder {path} does not exist")
+    if name.count("/") != 1:
+        raise Refused(
+            f"training.model: {name!r} is no embedded model ({', '.join(EMBEDDED)}), no folder here and no Hugging Face "
+            "name (owner/model)"
+        )
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))
     except HFValidationError as error:
@@ -228,7 +244,6 @@ def try_out(policy: Policy) -> None:
         Piece(tokens[22:25], [tokens[25:27], tokens[27:40]], [3, 4]),
     ]
     plain = [piece for whole in pieces for piece in singles(whole)]
-    tolerance = TOLERANCE[policy.dtype]
     exact = torch.cat([plain_logprobs(policy, piece.prompt, piece.completions[0]) for piece in plain])
 
     def differs(packed: bool, split_head: bool) -> bool:
@@ -237,7 +252,7 @@ def try_out(policy: Policy) -> None:
             found, _ = token_logprobs(policy.model, inputs, 1.0, split_head)
         except (TypeError, ValueError, RuntimeError, AttributeError, IndexError):
             return True  # an architecture that takes no such mask, or has no such part: the other path is tried
-        return not torch.allclose(found, exact, atol=tolerance, rtol=0)
+        return not agree(found, exact, policy.dtype)
 
     policy.split_head = not differs(packed=False, split_head=True)
     if not policy.split_head:
@@ -248,6 +263,13 @@ def try_out(policy: Policy) -> None:
     policy.packed = window is None and not differs(packed=True, split_head=policy.split_head)
     if not policy.packed:
         policy.notes.append("the model takes no block mask: completions are trained on one a row, which is slower")
+
+
+def agree(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether two lists of log-probs differ by no more than a model of this type explains; NaN never agrees."""
+    mean, largest = TOLERANCE[dtype]
+    difference = (found.cpu() - exact.cpu()).abs()
+    return bool(difference.mean() <= mean) and bool(difference.max() <= largest)
 
 
 def singles(piece: Piece) -> list[Piece]:

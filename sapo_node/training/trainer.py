@@ -44,7 +44,7 @@ from sapo_node.training.encoding import Untrainable
 from sapo_node.training.logprobs import token_logprobs
 from sapo_node.training.loss import completion_weight, surrogate, token_scales
 from sapo_node.training.packing import MAX_PACKED_TOKENS, Piece, micro_batches, pack, pad, split
-from sapo_node.training.policy import LARGE_LR, LARGE_PARAMS, Policy, default_lr, singles
+from sapo_node.training.policy import EMBEDDED, LARGE_LR, LARGE_PARAMS, Policy, default_lr, public_name, singles
 
 MICRO_BATCH_SECONDS = 600.0  # longest forward and backward pass; 16,384 tokens of a large model on a CPU need minutes
 
@@ -133,9 +133,9 @@ class Trainer:
                 f"training.lr is {self.lr:g}; a full fine-tune of {self.policy.params / 1e6:.0f} M parameters seldom "
                 f"survives more than {LARGE_LR:g}"
             )
-        embedded = self.training.model in ("demo", "benchmark")
+        embedded = self.training.model in EMBEDDED
         return ModelInfo(
-            name=self.training.model,
+            name=public_name(self.training.model),
             params=self.policy.params,
             licence="apache-2.0" if embedded and self.training.licence == "unknown" else self.training.licence,
             tokenizer_sha256=self.policy.tokenizer_sha256,

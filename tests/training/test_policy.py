@@ -14,7 +14,8 @@ from transformers import (
     MistralForCausalLM,
 )
 
-from sapo_node.training.policy import check_folder, default_lr, load_policy, make_policy
+from sapo_node.inference.sampling import check_sampling
+from sapo_node.training.policy import check_folder, default_lr, load_policy, make_policy, public_name
 from sapo_node.workers import Refused
 from tests.tiny import FAMILIES, Family, make_model, make_tokenizer, write_model
 
@@ -178,6 +179,35 @@ def test_a_sliding_window_is_not_packed() -> None:
         max_position_embeddings=256,
     )
     assert not make_policy("window", MistralForCausalLM(config).eval(), make_tokenizer()).packed
+
+
+def test_bfloat16_is_allowed_with_a_warning(tmp_path: Path) -> None:
+    policy = load_policy(str(write_model(tmp_path, scale=0.05)), device="cpu", dtype="bfloat16")
+    assert policy.packed
+    assert any("30 times slower" in note for note in policy.notes)
+
+
+@pytest.mark.parametrize("name", ["demo", "benchmark"])
+def test_the_embedded_models_take_every_fast_path(name: str) -> None:
+    policy = load_policy(name)
+    assert (policy.packed, policy.split_head, policy.notes) == (True, True, [])
+    check_sampling(policy)
+
+
+def test_a_chat_template_that_cannot_be_used_is_refused() -> None:
+    with pytest.raises(Refused, match="chat template of odd cannot be used"):
+        make_policy("odd", make_model(), make_tokenizer("{{ raise_exception('never') }}"))
+
+
+def test_a_name_that_is_nothing_lists_what_it_could_be() -> None:
+    with pytest.raises(Refused, match=r"no embedded model \(demo, benchmark\), no folder here"):
+        load_policy("dmeo")
+
+
+def test_others_are_not_told_paths(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    assert public_name(str(tmp_path / "mine")) == "mine"
+    assert public_name("org/model") == "org/model"
 
 
 def test_learning_rates_follow_the_model() -> None:
