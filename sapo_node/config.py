@@ -93,7 +93,7 @@ class TasksSection(Section):
     """Deadline for judging one answer or generating one question. Beyond it the answer scores 0."""
 
     eval_questions: Annotated[int, Field(ge=30, le=100)] = 32
-    """Held-out questions a task in `eval` and in the held-out score; at least 30, or the task is left out and named."""
+    """Held-out questions a task in `eval` and in the held-out score. A task that has fewer than 30 is left out and named."""
 
     eval_samples: Positive = 1
     """Completions a held-out question while training; `sapo-node eval` has its own option."""
@@ -215,7 +215,7 @@ class TrainingSection(Section):
     """Policy versions that sampling may run ahead of training. Own groups staler than this are not trained on."""
 
     lr: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Learning rate. Empty: 3e-4 for embedded models, 1e-6 for others."""
+    """Learning rate. Empty: 3e-4 for models of at most 10 million parameters, 1e-6 for larger ones."""
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Adam's decay rates."""

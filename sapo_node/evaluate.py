@@ -21,9 +21,9 @@ from sapo_node.config_load import Loaded
 from sapo_node.errors import SapoError
 from sapo_node.inference.base import InferenceEngine, SamplingParams
 from sapo_node.monitor.metrics import HASH_PREFIX, EvalRecord, QuestionScore, eval_record
+from sapo_node.tasks import mixture
 from sapo_node.tasks.base import MIN_EVAL_QUESTIONS, Judged, Question
 from sapo_node.tasks.dataset import Row
-from sapo_node.tasks import mixture
 from sapo_node.tasks.mixture import Entry, Mixture
 from sapo_node.tasks.scoring import ScorerPool
 from sapo_node.training.supervised import Policy, PolicyLost
@@ -103,7 +103,10 @@ class HeldOut:
                 )
             )
             scores += [
-                QuestionScore(one.entry.spec.name, one.question.sha256.hex()[:HASH_PREFIX], fmean(result.rewards))
+                # A question whose prompt is too long stays unanswered, which counts as wrong.
+                QuestionScore(
+                    one.entry.spec.name, one.question.sha256.hex()[:HASH_PREFIX], fmean(result.rewards or [0])
+                )
                 for one, result in zip(chunk, judged, strict=True)
             ]
         return eval_record(
@@ -117,9 +120,19 @@ class HeldOut:
         )
 
 
+def _question_score(one: HeldOutQuestion, rewards: list[float]) -> QuestionScore:
+    """A question whose prompt is too long stays unanswered, which counts as wrong."""
+    return QuestionScore(one.entry.spec.name, one.question.sha256.hex()[:HASH_PREFIX], fmean(rewards or [0.0]))
+
+
 def run(*, loaded: Loaded, checkpoint: Path | None, samples: int, as_json: bool) -> int:
     """`sapo-node eval`: measure a checkpoint (default: the node's newest, else the base model) and print the scores."""
-    record = asyncio.run(_measure(loaded.config, checkpoint, samples))
+    config = loaded.config
+    folder: Path | None = config.node.data_dir / "checkpoints"
+    if checkpoint is not None:
+        training = config.training.model_copy(update={"model": str(checkpoint.absolute())})
+        config, folder = config.model_copy(update={"training": training}), None
+    record = asyncio.run(_measure(config, folder, samples))
     if as_json:
         click.echo(json.dumps(msgspec.to_builtins(record)))
         return 0
@@ -131,16 +144,12 @@ def run(*, loaded: Loaded, checkpoint: Path | None, samples: int, as_json: bool)
     return 0
 
 
-async def _measure(config: NodeConfig, checkpoint: Path | None, samples: int) -> EvalRecord:
-    if checkpoint is not None:
-        training = config.training.model_copy(update={"model": str(checkpoint.absolute())})
-        config = config.model_copy(update={"training": training})
+async def _measure(config: NodeConfig, checkpoints: Path | None, samples: int) -> EvalRecord:
     tasks = mixture.load(config.tasks)
-    folder = config.node.data_dir / "checkpoints" if checkpoint is None else None
     async with contextlib.AsyncExitStack() as stack:
         scorers = ScorerPool(config.tasks.scorers, config.tasks.answer_seconds)
         stack.push_async_callback(scorers.close)
-        policy = Policy(config, folder)
+        policy = Policy(config, checkpoints)
         stack.push_async_callback(policy.close)
         try:
             await scorers.start()

@@ -213,7 +213,9 @@ def child_main(module: str, parent: int) -> None:
     importlib.import_module(module).main()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(0)  # everything worth keeping is on disk; taking torch apart would keep a stopping node waiting for seconds
+    os._exit(
+        0
+    )  # everything worth keeping is on disk; taking torch apart would keep a stopping node waiting for seconds
 
 
 # ---- the parent's side -----------------------------------------------------------------------------------------------

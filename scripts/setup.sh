@@ -37,7 +37,7 @@ find_python() {
 say() { printf 'setup: %s\n' "$*"; }
 stamp_of() { printf '%s %s ' "$1" "$PWD"; cat "${@:2}" | sha256sum | cut -d' ' -f1; }
 done_before() { [ -f ".venv/.setup-$1" ] && [ "$(cat ".venv/.setup-$1")" = "$2" ]; }
-pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
+pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
 
 base=$(stamp_of "torch-$torch" pyproject.toml requirements/base.txt scripts/setup.sh)
 if ! done_before base "$base"; then

@@ -91,6 +91,7 @@ class Sampling:
         )
         batch = await self._engine.sample([one.question.text for one in drawn], params)
         sampled_at = time.time()
+        drawn, first, batch = _answered(drawn, first, batch)
         judged = await asyncio.gather(
             *(self._judge(one, group) for one, group in zip(drawn, batch.groups, strict=True))
         )
@@ -170,6 +171,20 @@ async def judge(scorers: ScorerPool, entry: Entry, seed: int, texts: list[str]) 
         return await scorers.judge(entry.spec, seed, texts)
     row = entry.rows.row(seed)
     return await scorers.judge_row(row.question, row.answer, entry.verifier, texts)
+
+
+def _answered(drawn: list[Drawn], first: int, batch: SampledBatch) -> tuple[list[Drawn], int, SampledBatch]:
+    """Without the questions that the engine left unanswered because their prompt is too long."""
+    kept = [i for i, group in enumerate(batch.groups) if group]
+    if len(kept) == len(drawn):
+        return drawn, first, batch
+    left_out = sorted({one.entry.spec.name for one, group in zip(drawn, batch.groups, strict=True) if not group})
+    log.warning("prompts beyond inference.max_prompt_tokens were left out", tasks=left_out)
+    if not kept:
+        raise NothingToDraw(f"every prompt of {', '.join(left_out)} exceeds inference.max_prompt_tokens; raise it")
+    groups = [batch.groups[i] for i in kept]
+    answered = SampledBatch(groups=groups, policy_version=batch.policy_version, seconds=batch.seconds)
+    return [drawn[i] for i in kept], sum(i < first for i in kept), answered
 
 
 def _ref(spec: TaskSpec, epoch: int, index: int) -> TaskRef:

@@ -99,11 +99,16 @@ def _is_formula(answer: str, _: Mapping[str, Any]) -> bool:
     return _FORMULA.fullmatch(answer) is not None and _NAME_OF_LETTERS.search(answer) is None
 
 
+def _is_truth_in_any_case(answer: str, made: Mapping[str, Any]) -> bool:
+    return bool(answer.lower() == made["answer"].lower())
+
+
 # What an answer must be before the library's scorer sees it.
 _MUST_FIT: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "binary_matrix": _is_truth,  # evaluates any other text, and for part marks only
     "countdown": _is_arithmetic,  # evaluates the text
     "complex_arithmetic": _is_without_nan,  # takes nan for right: min(1.0, nan) is 1.0
     "number_sorting": _is_without_nan,  # takes [NaN, NaN, NaN] for right: NaN is neither unsorted nor far off
+    "spell_backward": _is_truth_in_any_case,  # adds up 1/length for each letter: more than 1 for some longer answers
     "propositional_logic": _is_formula,  # tries 2^k assignments, where k counts whatever names the text holds
 }

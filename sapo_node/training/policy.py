@@ -28,7 +28,8 @@ from sapo_node.training.packing import Piece, pack, pad
 from sapo_node.workers import Refused
 
 EMBEDDED: Final = ("demo", "benchmark")
-EMBEDDED_LR: Final = 3e-4
+TINY_PARAMS: Final = 10_000_000
+TINY_LR: Final = 3e-4
 DEFAULT_LR: Final = 1e-6
 LARGE_PARAMS: Final = 100_000_000
 LARGE_LR: Final = 1e-5  # a full fine-tune of a large model with more than this usually ends in noise
@@ -123,9 +124,9 @@ def public_name(name: str) -> str:
     return path.resolve().name if path.is_dir() else name
 
 
-def default_lr(name: str) -> float:
-    """Learning rate where the settings name none."""
-    return EMBEDDED_LR if name in EMBEDDED else DEFAULT_LR
+def default_lr(params: int) -> float:
+    """Learning rate where the settings name none: tiny models bear, and need, far larger steps."""
+    return TINY_LR if params <= TINY_PARAMS else DEFAULT_LR
 
 
 def find_folder(name: str) -> Path:
@@ -139,8 +140,8 @@ def find_folder(name: str) -> Path:
         raise Refused(f"training.model: the folder {path} does not exist")
     if name.count("/") != 1:
         raise Refused(
-            f"training.model: {name!r} is no embedded model ({', '.join(EMBEDDED)}), no folder here and no Hugging Face "
-            "name (owner/model)"
+            f"training.model: {name!r} is no embedded model ({', '.join(EMBEDDED)}), no folder here and no Hugging "
+            "Face name (owner/model)"
         )
     try:
         return Path(snapshot_download(name, allow_patterns=HUB_FILES))

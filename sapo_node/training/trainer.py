@@ -82,17 +82,19 @@ class Sums:
     clipped: float = 0.0
     ratio: float = 0.0
     entropy: float = 0.0
+    logprob: float = 0.0
     delta: float = 0.0
     known: int = 0  # tokens with recorded log-probs
 
     def add(self, values: Sequence[float]) -> None:
         """Add one micro-batch's sums, in the order of the fields."""
-        loss, tokens, clipped, ratio, entropy, delta, known = values
+        loss, tokens, clipped, ratio, entropy, logprob, delta, known = values
         self.loss += loss
         self.tokens += int(tokens)
         self.clipped += clipped
         self.ratio += ratio
         self.entropy += entropy
+        self.logprob += logprob
         self.delta += delta
         self.known += int(known)
 
@@ -116,7 +118,7 @@ class Trainer:
         self.training = training
         self.inference = inference
         self.version = 0
-        self.lr = default_lr(training.model) if training.lr is None else training.lr
+        self.lr = default_lr(policy.params) if training.lr is None else training.lr
         self.parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(
             self.parameters, lr=self.lr, betas=training.betas, weight_decay=training.weight_decay, fused=True
@@ -344,6 +346,7 @@ class Trainer:
                 result.clipped_N.to(local_N),
                 result.ratio_N,
                 entropy_N,
+                logprobs_N.detach(),
                 delta_N.nan_to_num(0.0),
                 (~old_N.isnan()).to(local_N),
             ]
@@ -386,10 +389,14 @@ def _metrics(rows: Sequence[Row], sums: dict[Origin, Sums], gradients: Gradients
         metrics[f"loss_{origin}"] = one.loss
         if one.tokens:
             metrics[f"clip_fraction_{origin}"] = one.clipped / one.tokens
+            metrics[f"logprob_{origin}"] = one.logprob / one.tokens
             if origin == "local":  # an external one is 1 by construction
                 metrics["ratio_mean_local"] = one.ratio / one.tokens
         if one.known:
             metrics[f"delta_logprob_{origin}"] = one.delta / one.known
         if origin in gradients.streams:
             metrics[f"grad_norm_{origin}"] = gradients.streams[origin]
+    if all(one.tokens for one in sums.values()):
+        # Producers' own log-probs do not travel, so their distance is seen in how much less likely their text is to us.
+        metrics["delta_logprob_producers"] = metrics["logprob_local"] - metrics["logprob_external"]
     return {key: float(value) for key, value in metrics.items()}

@@ -1,14 +1,18 @@
 """The real program, started as a user starts it: nodes find each other, share, survive, learn and stop."""
 
 import json
+import os
 import signal
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from sapo_node.identity import Identity
 from tests.harness import (
     BASE,
     REPOSITORY,
@@ -100,8 +104,6 @@ def test_a_killed_node_resumes_as_the_same_peer_and_counts_no_use_twice(nodes: S
 
 def over_used(node: Node) -> list[Any]:
     """External groups of the pool that were trained on more often than allowed."""
-    import sqlite3
-
     with sqlite3.connect(f"file:{node.data / 'pool.sqlite'}?mode=ro", uri=True) as db:
         return db.execute("SELECT id, uses FROM groups WHERE uses > 1").fetchall()
 
@@ -109,9 +111,8 @@ def over_used(node: Node) -> list[Any]:
 def test_a_node_with_a_dead_bootstrap_trains_alone_and_joins_when_it_appears(nodes: Swarm) -> None:
     port = free_port()
     bootstrap = nodes.node("bootstrap", swarm={"listen": [f"/ip4/127.0.0.1/tcp/{port}"]})
-    made = sapo_node("id", "--config", bootstrap.config_path)
-    assert made.returncode == 0, made.stderr
-    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{made.stdout.strip()}"
+    bootstrap.data.mkdir()
+    address = f"/ip4/127.0.0.1/tcp/{port}/p2p/{Identity.create(bootstrap.data / 'identity.key').peer_id}"
     alone = nodes.node("alone", swarm={"initial_peers": [address]}).start()
     alone.wait_rounds(5)
     assert alone.status is not None
@@ -153,7 +154,11 @@ def test_silo_learns_without_any_network(nodes: Swarm) -> None:
 
 def sockets_of(pids: set[int]) -> list[str]:
     """TCP and UDP sockets held by these processes."""
-    tables = [line.split() for name in ("tcp", "tcp6", "udp", "udp6") for line in Path("/proc/net", name).open()]
+    tables = [
+        line.split()
+        for name in ("tcp", "tcp6", "udp", "udp6")
+        for line in Path("/proc/net", name).read_text().splitlines()
+    ]
     inodes = {fields[9] for fields in tables if fields[9].isdigit()}
     held = set()
     for pid in pids:
@@ -186,8 +191,6 @@ def test_a_second_signal_forces_the_end(nodes: Swarm) -> None:
     assert node.process is not None
     everyone = {node.process.pid} | descendants(node.process.pid)
     policy = max(alive(everyone), key=lambda pid: rss(pid))
-    import os
-
     os.kill(policy, signal.SIGSTOP)  # a step that never ends: only force helps before the drain's limit
     node.signal(signal.SIGTERM)
     time.sleep(1)
@@ -207,8 +210,6 @@ def test_kill_9_of_each_child_is_survived(nodes: Swarm) -> None:
     other = nodes.node("other").start()
     node = nodes.node("node", swarm={"initial_peers": [other.address()]}).start().wait_rounds(6)
     assert node.process is not None
-    import os
-
     for child in sorted(descendants(node.process.pid)):
         if not alive({child}):
             continue  # went with its parent
@@ -255,8 +256,6 @@ def test_a_model_that_cannot_be_loaded_ends_with_1_and_a_sentence(
 
 
 def test_base_config_of_the_harness_is_a_valid_config(tmp_path: Path) -> None:
-    import yaml
-
     path = tmp_path / "node.yaml"
     path.write_text(yaml.safe_dump(merge(BASE, {})))
     assert sapo_node("config", "check", path).returncode == 0

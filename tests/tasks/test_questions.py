@@ -124,6 +124,13 @@ def test_numbers_that_are_no_numbers_do_not_pass_for_sorted(gym: Any) -> None:
     assert gym.reward(dataset, "number_sorting", entry, answer) == 0.0
 
 
+def test_more_than_the_word_is_no_word_spelt_backward(gym: Any) -> None:
+    dataset = gym.open_dataset("spell_backward", {"min_word_len": 9, "max_word_len": 9}, 1)
+    entry = gym.entry(dataset, "spell_backward", 1)
+    assert dataset.score_answer(entry["answer"] + "x", entry) >= 1.0  # nine ninths are more than 1.0 in floats
+    assert gym.reward(dataset, "spell_backward", entry, entry["answer"] + "x") == 0.0
+
+
 @pytest.mark.parametrize("name", ["binary_matrix", "countdown"])
 def test_code_never_reaches_an_evaluating_scorer_of_an_offered_task(gym: Any, name: str, tmp_path: Path) -> None:
     marker = tmp_path / "marker"

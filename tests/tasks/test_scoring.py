@@ -155,6 +155,7 @@ def test_a_worker_killed_in_a_job_costs_no_answer(unguarded: ScorerPool, run: Ru
     assert run(judge_and_kill()).rewards == [0.0, 1.0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hostile", [HANGS, SWALLOWS, DIES])
 def test_a_hostile_answer_scores_nothing_and_the_others_are_judged(
     unguarded: ScorerPool, run: Run[Any], hostile: str
@@ -173,6 +174,7 @@ def test_an_answer_that_no_timer_can_end_is_killed(unguarded: ScorerPool, run: R
     assert "did not answer 'judge' within 4 s" in unguarded.last_fault
 
 
+@pytest.mark.slow
 def test_a_fault_costs_the_worker(unguarded: ScorerPool, run: Run[Any]) -> None:
     run(unguarded.judge(MATRIX, 5, ["x"]))
     pid = unguarded._slots[0].worker.pid
@@ -190,6 +192,7 @@ def test_one_job_costs_few_workers(unguarded: ScorerPool, run: Run[Any]) -> None
     assert unguarded.faults == before + scoring.MAX_FAULTS
 
 
+@pytest.mark.slow
 def test_a_cancelled_job_leaves_the_pool_usable(unguarded: ScorerPool, run: Run[Any]) -> None:
     async def cancel() -> None:
         async with asyncio.timeout(0.2):

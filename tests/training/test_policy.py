@@ -211,4 +211,4 @@ def test_others_are_not_told_paths(tmp_path: Path) -> None:
 
 
 def test_learning_rates_follow_the_model() -> None:
-    assert (default_lr("demo"), default_lr("benchmark"), default_lr("org/model")) == (3e-4, 3e-4, 1e-6)
+    assert (default_lr(500_000), default_lr(10_000_000), default_lr(135_000_000)) == (3e-4, 3e-4, 1e-6)
