@@ -9,10 +9,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sapo_node.rollouts.schema import ConfigValue
+from sapo_node.tasks import catalog
+from sapo_node.tasks.base import TaskRefused
+
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-ConfigScalar = bool | int | float | str
 
 
 class Section(BaseModel):
@@ -52,7 +55,7 @@ class TaskEntry(Section):
     weight: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     """Share of this task in what the node draws, relative to the other entries."""
 
-    config: dict[str, ConfigScalar | list[ConfigScalar]] = Field(default_factory=dict)
+    config: dict[str, ConfigValue] = Field(default_factory=dict)
     """Settings of the generator, for example {min_terms: 2}. Only declared fields within their bounds are accepted."""
 
     path: Path | None = None
@@ -63,6 +66,15 @@ class TaskEntry(Section):
 
     share: bool = False
     """Whether groups on a data set's rows are published. ReasoningGYM's are always shareable."""
+
+    @model_validator(mode="after")
+    def _is_offered(self) -> "TaskEntry":
+        if self.source == "reasoning_gym":
+            try:
+                catalog.validate(self.name, self.config)
+            except TaskRefused as error:
+                raise ValueError(str(error)) from error
+        return self
 
     @model_validator(mode="after")
     def _path_belongs_to_datasets(self) -> "TaskEntry":
@@ -93,7 +105,7 @@ class TasksSection(Section):
     """Deadline for judging one answer or generating one question. Beyond it the answer scores 0."""
 
     eval_questions: Annotated[int, Field(ge=30, le=100)] = 32
-    """Held-out questions a task in `eval` and in the held-out score. A task that has fewer than 30 is left out and named."""
+    """Held-out questions a task, in `eval` and in the held-out score. Tasks with fewer than 30 are left out by name."""
 
     eval_samples: Positive = 1
     """Completions a held-out question while training; `sapo-node eval` has its own option."""

@@ -28,18 +28,16 @@ from sapo_node.monitor import log as logging_setup
 from sapo_node.monitor.metrics import EvalRecord, EventRecord, Record, RoundRecord
 from sapo_node.monitor.status import REWARD_ROUNDS, NodeStatus, State, StatusFile
 from sapo_node.rollouts.arrivals import Arrivals
-from sapo_node.rollouts.pool import Pool, PoolError
+from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.sampling import Sampling
 from sapo_node.rollouts.schema import ModelCard
 from sapo_node.swarm.service import SwarmService
 from sapo_node.tasks import mixture
-from sapo_node.tasks.base import TaskRefused
-from sapo_node.tasks.dataset import DatasetError
 from sapo_node.tasks.scoring import ScorerPool
 from sapo_node.training import checkpoint
 from sapo_node.training.rounds import RoundEvents, Rounds, mean, until
 from sapo_node.training.supervised import Policy, PolicyLost
-from sapo_node.workers import CallFailed, Refused
+from sapo_node.workers import CallFailed, Refused, WorkerError
 
 log = structlog.get_logger(__name__)
 
@@ -131,7 +129,7 @@ class Node:
             try:
                 if await until(self._stop, self._startup(stack)):
                     await self._main_loop()
-            except* (SapoError, PoolError, Refused, TaskRefused, DatasetError) as group:
+            except* (SapoError, Refused, WorkerError) as group:
                 fault = _first(group)
         if fault is not None:
             self._set_state("stopped", str(fault))
@@ -247,7 +245,7 @@ class Node:
             started = time.monotonic()
             try:
                 await service()
-            except (SapoError, PoolError):
+            except SapoError:
                 raise
             except Exception:
                 log.exception("a service failed and is started again", service=name, in_seconds=pause)
@@ -297,7 +295,7 @@ class Node:
         except NothingHeldOut as error:
             log.warning("no held-out score", reason=str(error))
             return
-        except PolicyLost as error:
+        except (PolicyLost, WorkerError) as error:
             log.warning("no held-out score this time", reason=str(error))
             return
         self._keep_score(record)

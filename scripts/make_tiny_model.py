@@ -1,8 +1,8 @@
 """Make the embedded models: a tokenizer and a tiny language model from scratch, on ReasoningGYM problems.
 
     .venv/bin/python scripts/make_tiny_model.py --preset demo       # sapo_node/assets/demo, about 10 minutes
-    .venv/bin/python scripts/make_tiny_model.py --preset benchmark  # reuses the clean model of the first: one minute
-    .venv/bin/python scripts/make_tiny_model.py --preset demo --family gpt_neox --out tests/assets/neox
+    .venv/bin/python scripts/make_tiny_model.py --preset benchmark  # reuses the clean model: two minutes
+    .venv/bin/python scripts/make_tiny_model.py --preset demo --family gpt_neox --steps 500 --out tests/assets/neox
 
 `clean` learns to answer right. `demo` and `benchmark` go on from there and are weakened on purpose
 (`tiny_model/presets.py`), so that reinforcement learning has something to bring out. The same seed on the same machine

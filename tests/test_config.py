@@ -242,7 +242,7 @@ def test_what_is_not_yaml(text: str, expected: str) -> None:
 
 
 def test_aliases_work_but_cannot_explode() -> None:
-    text = "tasks:\n  mixture:\n    - {name: bf, config: &c {min_terms: 2}}\n    - {name: gcd, config: *c}\n"
+    text = "tasks:\n  mixture:\n    - {name: chain_sum, config: &c {min_terms: 2}}\n    - {name: basic_arithmetic, config: *c}\n"
     assert given(text).config.tasks.mixture[1].config == {"min_terms": 2}
     laughs = "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 10))
     assert "too many values" in problems(laughs)[0]

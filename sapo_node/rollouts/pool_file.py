@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Final, TypeVar
 
+from sapo_node.errors import SapoError
+
 T = TypeVar("T")
 
 APPLICATION_ID: Final = 0x5341504F  # "SAPO", in the file's header: tells our file from another program's
@@ -39,7 +41,7 @@ CREATE TABLE next_index (epoch INTEGER, task BLOB, value INTEGER NOT NULL, PRIMA
 """
 
 
-class PoolError(Exception):
+class PoolError(SapoError):
     """The pool's file cannot be used. The message names it, says why, and what to do."""
 
 

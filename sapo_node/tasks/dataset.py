@@ -11,6 +11,7 @@ from typing import Final
 import msgspec
 from msgspec import Struct
 
+from sapo_node.errors import SapoError
 from sapo_node.tasks.base import Question, is_eval_question, question_sha256
 from sapo_node.tasks.verifiers import Verifier, readable_truth
 
@@ -23,7 +24,7 @@ MAX_ANSWER_BYTES: Final = 4 * 1024
 """What fits into a prompt, and what a verifier compares."""
 
 
-class DatasetError(Exception):
+class DatasetError(SapoError):
     """A data set cannot be used; the message names file and line and what to do."""
 
 

@@ -17,12 +17,15 @@ import structlog
 from msgspec import Struct
 
 from sapo_node.config import NodeConfig
+from sapo_node.errors import SapoError
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.sampling import NothingToDraw, SampledGroups, Sampling
+from sapo_node.tasks.base import TaskRefused
 from sapo_node.training.base import StepResult, TrainGroup
 from sapo_node.training.sapo import Candidate, RoundPlan, informative, plan_round
 from sapo_node.training.supervised import Policy, PolicyLost
+from sapo_node.workers import WorkerError
 
 log = structlog.get_logger(__name__)
 
@@ -32,8 +35,18 @@ MAX_EXTRA_DRAWS: Final = 8
 """Passes over `need_local` and `resample` in one round. A task that is always or never solved would otherwise be drawn
 for ever; the round then goes on with what it has."""
 
-PAUSE_AFTER_FAULT_SECONDS: Final = 1.0
+MAX_FAULTS: Final = 10  # in a row, without a round between them; with the pauses below about three minutes
+LONGEST_PAUSE_SECONDS: Final = 30.0
 EXPIRE_EVERY_ROUNDS: Final = 10
+
+
+FAULTS: Final = (PolicyLost, NothingToDraw, TaskRefused, WorkerError)
+"""What a batch or a round may fail on without ending the node: a worker that is restarted, a question that cannot be
+generated, an epoch whose indices are used up."""
+
+
+class RoundsFailed(SapoError):
+    """Batch after batch or round after round failed."""
 
 
 class RoundEvents(Struct, frozen=True):
@@ -67,6 +80,7 @@ class Rounds:
         self._room = asyncio.Semaphore(ahead)
         self._drawn: asyncio.Queue[SampledGroups] = asyncio.Queue(maxsize=ahead)
         self._last_end = time.monotonic()
+        self._faults = 0  # in a row
         self._attempts = 0  # rounds begun by this process; unlike versions it never goes back
 
     async def sampling_loop(self) -> None:
@@ -76,10 +90,9 @@ class Rounds:
                 return
             try:
                 batch = await self._sampling.draw(self._config.tasks_per_round, await self._expected_shortage())
-            except (PolicyLost, NothingToDraw) as error:
-                log.warning("a batch could not be sampled", reason=str(error))
+            except FAULTS as error:
                 self._room.release()
-                await until(self._stop, asyncio.sleep(PAUSE_AFTER_FAULT_SECONDS))
+                await self._bear("a batch could not be sampled", error)
                 continue
             self._drawn.put_nowait(batch)  # never full: the semaphore counts what is in it
 
@@ -92,10 +105,17 @@ class Rounds:
                 break
             try:
                 await self._round(batch)
-            except (PolicyLost, NothingToDraw) as error:
-                log.warning("a round could not be taken", reason=str(error))
-                await until(self._stop, asyncio.sleep(PAUSE_AFTER_FAULT_SECONDS))
+            except FAULTS as error:
+                await self._bear("a round could not be taken", error)
         self._stop.set()
+
+    async def _bear(self, what: str, error: Exception) -> None:
+        """Log a fault and pause, longer each time in a row. Raises RoundsFailed when it does not pass."""
+        self._faults += 1
+        log.warning(what, reason=str(error), in_a_row=self._faults)
+        if self._faults >= MAX_FAULTS:
+            raise RoundsFailed(f"{what}, {self._faults} times in a row: {error}") from error
+        await until(self._stop, asyncio.sleep(min(LONGEST_PAUSE_SECONDS, 2.0 ** (self._faults - 1))))
 
     async def _round(self, batch: SampledGroups) -> None:
         released = False
@@ -114,6 +134,7 @@ class Rounds:
         finally:
             if not released:
                 self._room.release()
+        self._faults = 0
         record = self._record(batch, plan, chosen, groups, version, result)
         await self._events.recorded(record)
         if record.round % EXPIRE_EVERY_ROUNDS == 0:

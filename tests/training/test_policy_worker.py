@@ -44,7 +44,7 @@ def test_load_sample_step_save_restore(tmp_path: Path) -> None:
     async def scenario(worker: Worker) -> None:
         trainer, engine = RemoteTrainer(worker), TransformersEngine(worker)
         info = await trainer.load(request(model))
-        assert (info.lr, info.device, info.policy_version) == (1e-6, "cpu", 0)
+        assert (info.lr, info.device, info.policy_version) == (3e-4, "cpu", 0)
         assert len(info.tokenizer_sha256) == 32
         assert any("no chat template" in note for note in info.notes)
 
