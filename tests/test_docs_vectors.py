@@ -1,5 +1,6 @@
-"""docs/protocol.md against the code: its test vector, its tables of fields and of constants."""
+"""docs/protocol.md and docs/algorithm.md against the code: test vector, tables, names of code and settings."""
 
+import ast
 import asyncio
 import hashlib
 import inspect
@@ -10,9 +11,11 @@ from pathlib import Path
 import base58
 import msgspec
 import pytest
+import uvloop
 import zstandard
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
+from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
 from sapo_node.rollouts import codec, schema
 from sapo_node.rollouts.schema import Announcement, Batch, Completion, Group, Listing, ModelCard, TaskRef
@@ -75,9 +78,7 @@ def the_batch(question_digest: bytes) -> Batch:
 
 
 def the_announcement(envelope: bytes) -> Announcement:
-    listing = Listing(
-        content_id=codec.content_id_of(envelope), size=len(envelope), groups=1, created_at=1770000012.5
-    )
+    listing = Listing(content_id=codec.content_id_of(envelope), size=len(envelope), groups=1, created_at=1770000012.5)
     return Announcement(
         proto=protocol.PROTO,
         swarm=SWARM,
@@ -196,21 +197,24 @@ def test_every_reason_of_the_verification_is_listed_with_its_outcome() -> None:
     assert rows == [(reason.outcome, reason.value) for reason in Reason]
 
 
-async def test_a_dht_call_made_by_hand_is_answered(tmp_path: Path) -> None:
+def test_a_dht_call_made_by_hand_is_answered(tmp_path: Path) -> None:
     """The frames of a unary call as the document describes them, over a plain stream."""
-    async with Loopback(tmp_path) as loopback:
+    uvloop.run(ping_by_hand(tmp_path))
+
+
+async def ping_by_hand(folder: Path) -> None:
+    async with Loopback(folder) as loopback:
         holder, caller = await loopback.start("holder"), await loopback.start("caller")
         dht = await SwarmDHT.start(holder, SWARM)
         loopback.stack.push_async_callback(dht.close)
         await caller.connect(await loopback.address_of(holder))
         reader, writer = await caller.open_stream(holder.peer_id, "DHTProtocol.rpc_ping")
+        ping = dht_pb2.PingRequest(peer=dht_pb2.NodeInfo()).SerializeToString()
         call = p2pd_pb2.PersistentConnectionRequest(
             callId=bytes(range(16)),
-            callUnary=p2pd_pb2.CallUnaryRequest(
-                peer=b"", proto="", data=dht_pb2.PingRequest(peer=dht_pb2.NodeInfo()).SerializeToString()
-            ),
+            callUnary=p2pd_pb2.CallUnaryRequest(peer=b"", proto="DHTProtocol.rpc_ping", data=ping),
         ).SerializeToString()
-        assert len(call) < 128  # its length is one varint byte
+        assert len(call) < 128  # so its length is one byte of a varint
         writer.write(bytes([len(call)]) + call)
         async with asyncio.timeout(5):
             answer = p2pd_pb2.PersistentConnectionRequest.FromString(await read_message(reader, 4096))
@@ -218,3 +222,41 @@ async def test_a_dht_call_made_by_hand_is_answered(tmp_path: Path) -> None:
         assert answer.callId == bytes(range(16))
         pong = dht_pb2.PingResponse.FromString(answer.unaryResponse.response)
         assert pong.peer.node_id == hashlib.sha1(base58.b58decode(holder.peer_id)).digest()
+
+
+# docs/algorithm.md and docs/protocol.md name code and settings, which must exist.
+
+DOCS = Path(__file__).parent.parent / "docs"
+TEXTS = {name: (DOCS / name).read_text() for name in ("algorithm.md", "protocol.md")}
+
+
+def test_the_code_that_the_algorithm_names_exists() -> None:
+    named = re.findall(r"`([\w/]+\.py):([\w.]+)`", TEXTS["algorithm.md"])
+    assert len(named) > 15
+    for path, name in named:
+        node: ast.AST = ast.parse((DOCS.parent / "sapo_node" / path).read_text())  # not imported: torch takes seconds
+        for part in name.split("."):
+            definitions = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+            inside = {d.name: d for d in ast.iter_child_nodes(node) if isinstance(d, definitions)}
+            assert part in inside, f"{path}: {name}"
+            node = inside[part]
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_files_that_a_document_names_exist(name: str) -> None:
+    for path in re.findall(r"`((?:sapo_node|tests|configs)/[\w/]*(?:\.\w+)?)`", TEXTS[name]):
+        assert (DOCS.parent / path).exists(), path
+
+
+def test_the_settings_that_the_algorithm_names_exist() -> None:
+    sections = NodeConfig().dump()
+    named = re.findall(r"\b(training|inference|rollouts|swarm|tasks)\.(\w+)(?!\w*[/(:]\w*\.py)", TEXTS["algorithm.md"])
+    settings = [(section, field) for section, field in named if field != "py"]
+    assert len(settings) > 20
+    assert [pair for pair in settings if pair[1] not in sections[pair[0]]] == []
+
+
+def test_the_selection_example_is_right() -> None:
+    p, completions = 0.02, 8
+    survivors = (p - p**completions) / (1 - p**completions - (1 - p) ** completions)
+    assert f"is {survivors:.3f}: more than six times p" in TEXTS["algorithm.md"]
