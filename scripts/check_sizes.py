@@ -12,7 +12,7 @@ def main() -> int:
     sizes = {path: len(path.read_text().splitlines()) for path in sorted((root / "sapo_node").rglob("*.py"))}
     too_long = {path: lines for path, lines in sizes.items() if lines > MAX_LINES}
     for path, lines in too_long.items():
-        print(f"{path.relative_to(root)}: {lines} lines, at most {MAX_LINES}: split it where its reasons to change part")
+        print(f"{path.relative_to(root)}: {lines} lines, at most {MAX_LINES}; split it by reasons to change")
     if not too_long:
         print(f"{len(sizes)} modules, the longest {max(sizes.values())} lines")
     return 1 if too_long else 0

@@ -1,4 +1,4 @@
-"""Pins every dependency but torch, with the hashes of all its files and without any address, into requirements/base.txt.
+"""Pins every dependency but torch in requirements/base.txt, with the hashes of all its files and without any address.
 
     .venv/bin/python scripts/lock.py
 
