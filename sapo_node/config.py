@@ -121,7 +121,7 @@ class InferenceSection(Section):
     """Engine that samples completions. `transformers` samples beside the trainer on the same weights."""
 
     max_prompt_tokens: Positive = 512
-    """Longer prompts are not drawn, and external groups whose question is longer are ignored."""
+    """Questions whose prompt is longer are left out, own ones when they are drawn, others' when they are trained on."""
 
     max_completion_tokens: Positive = 256
     """A completion is cut here; cut ones are scored but masked in the loss."""

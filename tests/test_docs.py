@@ -218,6 +218,20 @@ def test_files_that_are_named_exist(page: Path) -> None:
     assert not sorted(name for name in named if not (ROOT / name).exists())
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_places_in_the_code_exist(page: Path) -> None:
+    """`rollouts/pool.py:Pool.consume` names a file of the package and what it defines; the test looks for the name."""
+    missing = []
+    for file, name in re.findall(r"`((?:\w+/)*\w+\.py)(?::([\w.]+))?`", page.read_text(encoding="utf-8")):
+        place = next((folder / file for folder in (ROOT, ROOT / "sapo_node") if (folder / file).is_file()), None)
+        if place is None and "/" not in file:
+            place = next((ROOT / "sapo_node").rglob(file), None) or next((ROOT / "scripts").rglob(file), None)
+        last = name.rpartition(".")[2]
+        if place is None or (last and not re.search(rf"\b{last}\b", place.read_text(encoding="utf-8"))):
+            missing.append((file, name))
+    assert not missing
+
+
 def test_the_picture_is_small() -> None:
     assert (ROOT / "docs" / "demo.png").stat().st_size < 300_000
 

@@ -94,10 +94,10 @@ class RoundRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="roun
     """Seconds from the end of the last step to the end of this one."""
 
     bytes_in: int = 0
-    """Bytes of batches and announcements received since the last round."""
+    """Bytes of batches received since the last round; the DHT's and gossip's own traffic comes on top."""
 
     bytes_out: int = 0
-    """Bytes of batches and announcements sent since the last round."""
+    """Bytes of batches sent since the last round; the DHT's and gossip's own traffic comes on top."""
 
     peers: int = 0
     """Peers of this swarm that were heard of within the last epochs."""
@@ -109,7 +109,8 @@ class RoundRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="roun
     """External groups left aside since the last round without blame: duplicate, stale, unknown task, ..."""
 
     groups_rejected: int = 0
-    """External groups refused since the last round as forged, malformed or oversized."""
+    """External groups refused since the last round because no honest node sends them. Envelopes that are forged, malformed
+    or oversized are refused before their groups are counted."""
 
     trainer: dict[str, float] = {}
     """Further metrics of the trainer, by the names in docs/operations.md."""

@@ -1,6 +1,6 @@
 """The sampling side of a node: draw tasks, let the policy answer, score, put the groups into the pool, publish some.
 
-One call of `Sampling.draw` is one batch of B tasks (the paper's Algorithm 1, lines 3-7), with further groups where the
+One call of `Sampling.draw` is one batch of B tasks (the paper's Algorithm 1), with further groups where the
 swarm cannot fill J. Whoever calls it decides when; see `training/rounds.py` for the pace.
 """
 

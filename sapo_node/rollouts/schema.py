@@ -95,5 +95,5 @@ class Announcement(Struct, frozen=True, kw_only=True):
     created_at: float
     version: str  # of sapo-node
     roles: list[str]
-    addresses: list[str]  # multiaddrs without /p2p, newest first
+    addresses: list[str]  # multiaddrs without /p2p
     batches: list[Listing]

@@ -177,7 +177,10 @@ class Rounds:
         version: int,
         result: StepResult,
     ) -> RoundRecord:
+        if result.skipped:
+            log.warning("groups could not be trained on", reasons=sorted(set(result.skipped.values())))
         by_id = {candidate.group_id: candidate for candidate in candidates}
+        groups = [group for group in groups if group.group_id not in result.skipped]
         local = [group for group in groups if group.origin == "local"]
         external = [group for group in groups if group.origin == "external"]
         producers: dict[str, int] = {}
@@ -197,7 +200,7 @@ class Rounds:
             local_groups=len(local),
             external_groups=len(external),
             informative_groups=sum(informative(group.rewards) for group in groups),
-            shortage=plan.shortage,
+            shortage=max(plan.shortage, self._config.training.external_groups - len(external)),
             external_producers=producers,
             staleness_local=mean([version - group.policy_version for group in local]),
             age_external_seconds=mean([by_id[group.group_id].age_seconds for group in external]),
