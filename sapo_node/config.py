@@ -4,10 +4,11 @@ Only shapes and rules live here. Where a value comes from (default, file, enviro
 its line is `config_load.py`.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from sapo_node.rollouts.schema import ConfigValue
 from sapo_node.tasks import catalog
@@ -16,6 +17,18 @@ from sapo_node.tasks.base import TaskRefused
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+def _multiaddr(address: str) -> str:
+    if not re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/]+(/[^/]+)*", address):
+        raise ValueError("is no multiaddr; one looks like /ip4/203.0.113.7/tcp/4001")
+    return address
+
+
+def _with_peer_id(address: str) -> str:
+    if not re.search(r"/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}$", address):
+        raise ValueError("must end with /p2p/ and the peer id; the other node prints its full addresses when it starts")
+    return address
 
 
 class Section(BaseModel):
@@ -161,6 +174,10 @@ class RolloutsSection(Section):
     """Size of the pool on disk, in bytes; the oldest groups go first."""
 
 
+Multiaddr = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_multiaddr)]
+PeerAddress = Annotated[Multiaddr, AfterValidator(_with_peer_id)]
+
+
 class SwarmSection(Section):
     """How groups travel."""
 
@@ -170,13 +187,13 @@ class SwarmSection(Section):
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "sapo"
     """Swarm to join. Nodes with different names never see each other's groups."""
 
-    listen: list[str] = Field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])
+    listen: list[Multiaddr] = Field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])
     """Addresses to listen on, as multiaddrs. Port 0 takes a free one."""
 
-    announce: list[str] = Field(default_factory=list)
+    announce: list[Multiaddr] = Field(default_factory=list)
     """Addresses that others should dial instead of the ones listened on, for a node behind a router."""
 
-    initial_peers: list[str] = Field(default_factory=list)
+    initial_peers: list[PeerAddress] = Field(default_factory=list)
     """Multiaddrs (/ip4/.../tcp/.../p2p/...) of nodes to join by. Empty: this node waits to be found."""
 
     nat_port_map: bool = False

@@ -64,7 +64,6 @@ class DataDir:
         self.peers = path / "peers.json"
         self.pool = path / "pool.sqlite"
         self.checkpoints = path / "checkpoints"
-        self.logs = path / "logs"
         self.status = path / "node.json"
         self.history = path / "history.jsonl"
 
@@ -76,8 +75,7 @@ class DataDir:
         try:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._check_format()
-            for folder in (self.checkpoints, self.logs):
-                folder.mkdir(exist_ok=True)
+            self.checkpoints.mkdir(exist_ok=True)
             with tempfile.TemporaryFile(dir=self.path):
                 pass  # access() would say yes to root on some file systems that then refuse
         except OSError as error:

@@ -207,6 +207,8 @@ class Node:
         version, internal, gauss = extra["rng"]
         self._rng.setstate((version, tuple(internal), gauss))
         self._own_groups, self._external_used = extra["own_groups"], extra["external_used"]
+        if extra["held_out_start"] is not None:  # the history may have been turned over since
+            self._held_out = [extra["held_out_start"], *self._held_out[1:]]
         self._saved_version = self._policy.version
         log.info("resumed", checkpoint=newest.name)
         self._remember("resumed", newest.name)
@@ -316,7 +318,12 @@ class Node:
     async def _checkpoint(self) -> None:
         if self._saved_version == self._policy.version:
             return
-        extra = {"rng": self._rng.getstate(), "own_groups": self._own_groups, "external_used": self._external_used}
+        extra = {
+            "rng": self._rng.getstate(),
+            "own_groups": self._own_groups,
+            "external_used": self._external_used,
+            "held_out_start": self._held_out[0] if self._held_out else None,
+        }
         try:
             saved = await self._policy.save(extra)
         except (PolicyLost, CallFailed) as error:
@@ -334,9 +341,12 @@ class Node:
             if self._swarm is not None and self._state in ("joining", "training", "silo"):
                 if self._swarm.peers:
                     alone_since = time.monotonic()
-                    self._set_state("training")
+                    if self._state != "training":
+                        self._set_state("training")
+                        self._remember("joined", f"{self._swarm.peers} other nodes of this swarm were heard")
                 elif self._state != "silo" and time.monotonic() - alone_since > ALONE_AFTER_SECONDS:
                     self._set_state("silo", "nobody else of this swarm was heard")
+                    self._remember("alone", self._reason)
                     log.info("You are alone in this swarm; training continues.")
             self._status()
             await asyncio.sleep(STATUS_SECONDS)

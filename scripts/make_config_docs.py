@@ -59,7 +59,9 @@ def kind(schema: dict[str, Any]) -> str:
     if schema.get("type") == "array":
         if "prefixItems" in schema:
             return "list: " + ", then ".join(kind(item) for item in schema["prefixItems"])
-        return "list of tasks" if "$ref" in schema["items"] else f"list of {kind(schema['items'])}s"
+        if "$ref" in schema["items"]:
+            return "list of tasks"
+        return "list of multiaddrs" if "maxLength" in schema["items"] else f"list of {kind(schema['items'])}s"
     name = "path" if schema.get("format") == "path" else KINDS[schema["type"]]
     if "maxLength" in schema:
         return f"{name} of {schema['minLength']} to {schema['maxLength']} characters"

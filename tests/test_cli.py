@@ -285,7 +285,7 @@ def test_check_names_the_errors_of_all_files_once(
 
 def test_show_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a.yaml").write_text(
-        "training: {max_grad_norm: .inf, lr: 1e-9}\nswarm: {name: '1e3', announce: ['on', '3']}\n"
+        "training: {max_grad_norm: .inf, lr: 1e-9}\nswarm: {name: '1e3', push: 'on'}\n"
         "inference: {system_prompt: 'null'}\n"
     )
     assert cli.run(["config", "show", "a.yaml", "--origin"]) == 0

@@ -284,7 +284,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
             "round trains on I of the B groups it drew",
         ),
         (
-            "swarm: {enabled: false, initial_peers: [x]}\n",
+            "swarm: {enabled: false, initial_peers: [/ip4/127.0.0.1/tcp/1/p2p/12D3KooWGRUR1kPgVnPoKGdWeM3Wn6LsRwtjD3f4YNYLqkXbVqTA]}\n",
             [],
             "node.yaml:1:40: swarm.initial_peers is set but swarm.enabled is false; remove one of the two",
         ),

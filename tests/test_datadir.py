@@ -18,9 +18,8 @@ def test_it_is_made_private_and_marked(tmp_path: Path) -> None:
     assert stat.S_IMODE(data.path.stat().st_mode) == 0o700
     assert data.version.read_text() == f"{FORMAT}\n"
     assert data.checkpoints.is_dir()
-    assert data.logs.is_dir()
     data.prepare()
-    assert sorted(path.name for path in data.path.iterdir()) == ["checkpoints", "logs", "version"]
+    assert sorted(path.name for path in data.path.iterdir()) == ["checkpoints", "version"]
 
 
 def test_an_existing_directory_keeps_its_permissions(tmp_path: Path) -> None:

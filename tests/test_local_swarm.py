@@ -80,13 +80,18 @@ def swarm(stand_in: list[str], folder: Path, *, nodes: int = 2, rounds: int | No
     )
 
 
+def peer(k: int) -> str:
+    """A peer id as the settings accept it."""
+    return f"12D3KooW{str(k + 1) * 44}"
+
+
 def settings(count: int, number: int, base: NodeConfig | None = None, prefer: bool = False) -> NodeConfig:
     """The settings of one node of several, checked as the node would."""
     chosen = local_swarm.settings(
         base or NodeConfig(),
         number,
         ports=[20_000 + k for k in range(count)],
-        peer_ids=[f"peer{k}" for k in range(count)],
+        peer_ids=[peer(k) for k in range(count)],
         rounds=7,
         prefer=prefer,
     )
@@ -253,11 +258,11 @@ def test_a_node_that_does_not_end_in_time_is_killed_and_named(
 def test_every_node_joins_by_the_first_and_by_two_others() -> None:
     joins = [[address.rpartition("/p2p/")[2] for address in settings(5, k).swarm.initial_peers] for k in range(5)]
     assert joins == [
-        ["peer1", "peer2"],
-        ["peer0", "peer2", "peer3"],
-        ["peer0", "peer3", "peer4"],
-        ["peer0", "peer4"],
-        ["peer0", "peer1"],
+        [peer(1), peer(2)],
+        [peer(0), peer(2), peer(3)],
+        [peer(0), peer(3), peer(4)],
+        [peer(0), peer(4)],
+        [peer(0), peer(1)],
     ]
     assert settings(1, 0).swarm.initial_peers == []
 

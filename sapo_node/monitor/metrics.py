@@ -109,8 +109,8 @@ class RoundRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="roun
     """External groups left aside since the last round without blame: duplicate, stale, unknown task, ..."""
 
     groups_rejected: int = 0
-    """External groups refused since the last round because no honest node sends them. Envelopes that are forged, malformed
-    or oversized are refused before their groups are counted."""
+    """External groups refused since the last round because no honest node sends them. Forged, malformed and
+    oversized envelopes are refused before their groups are counted."""
 
     trainer: dict[str, float] = {}
     """Further metrics of the trainer, by the names in docs/operations.md."""

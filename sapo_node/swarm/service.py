@@ -67,8 +67,8 @@ class SwarmService:
         for address in self._config.swarm.listen:
             try:
                 check_port_is_free(address)
-            except PortInUse as error:
-                raise SapoError(str(error)) from error
+            except NetworkError as error:
+                raise SapoError(f"swarm.listen: {error}") from error
 
     async def publish(self, groups: list[Group]) -> None:
         """Offer groups to the swarm; they leave with the next batch. Without a session they wait, within bounds."""
@@ -132,6 +132,7 @@ class SwarmService:
                 group.create_task(self._save_peers(), name="peers")
         finally:
             self._exchange = None
+            self.save_peers()
             if dht is not None:
                 await dht.close()
             await network.close()

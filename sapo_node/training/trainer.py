@@ -381,7 +381,6 @@ def _metrics(rows: Sequence[Row], sums: dict[Origin, Sums], gradients: Gradients
         "loss": sums["local"].loss + sums["external"].loss,
         "tokens_trained": tokens,
         "tokens_masked": sum(len(row.tokens) for row in rows if row.weight == 0.0),
-        "informative_groups": len({(row.producer, row.group_id) for row in rows if row.advantage != 0.0}),
     }
     if tokens:
         metrics["entropy"] = sum(one.entropy for one in sums.values()) / tokens
