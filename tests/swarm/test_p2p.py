@@ -80,7 +80,9 @@ def test_connect_peers_disconnect(on_loopback: Any) -> None:
         a, b = await loopback.swarm("ab")
         assert await a.peers() == [b.peer_id]
         await a.disconnect(b.peer_id)
-        assert await a.peers() == []
+        async with asyncio.timeout(5):
+            while await a.peers():
+                await asyncio.sleep(0.05)
         assert await b.connect(await loopback.address_of(a)) == a.peer_id
 
     on_loopback(body)
@@ -281,9 +283,13 @@ def test_slow_listener_loses_the_oldest_hints(on_loopback: Any, monkeypatch: pyt
         await gossip_until(first.done, b, b"start")
         for number in range(20):
             await b.publish("topic", b"%d" % number)
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(1)  # gossip reorders what follows closely
+        for number in (100, 101, 102):
+            await b.publish("topic", b"%d" % number)
+            await asyncio.sleep(0.1)
+        await asyncio.sleep(1)
         waiting = [int((await anext(hints))[1]) for _ in range(3)]
-        assert min(waiting) >= 10, "gossip reorders a little, but the first ones are gone"
+        assert sorted(waiting) == [100, 101, 102]
         more = asyncio.ensure_future(anext(hints))
         await asyncio.sleep(0.1)
         assert not more.done(), "three is what fits"
@@ -304,7 +310,7 @@ def test_killed_p2pd_is_noticed_and_every_call_says_so(on_loopback: Any) -> None
         await asyncio.sleep(0.1)
         os.kill(a.daemon.pid, signal.SIGKILL)
         async with asyncio.timeout(2):
-            assert await a.wait_dead() == "p2pd ended with status -9: (it said nothing)"
+            assert (await a.wait_dead()).startswith("p2pd ended with status -9: ")
             for what, call in {
                 "ask p2pd for its addresses": a.addresses(),
                 "list peers": a.peers(),
