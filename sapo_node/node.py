@@ -79,7 +79,8 @@ class Node:
         self._status_file = StatusFile(data.status, STATUS_SECONDS)
         self._rng = random.Random(config.node.seed)
         self._rewards: list[float] = []
-        self._held_out: list[float] = [record.mean for record in history.evals(history.read(data.history))]
+        self._held_out: float | None = None
+        self._held_out_start: float | None = None
         self._own_groups = 0
         self._external_used = 0
         self._shortage = 0
@@ -207,8 +208,7 @@ class Node:
         version, internal, gauss = extra["rng"]
         self._rng.setstate((version, tuple(internal), gauss))
         self._own_groups, self._external_used = extra["own_groups"], extra["external_used"]
-        if extra["held_out_start"] is not None:  # the history may have been turned over since
-            self._held_out = [extra["held_out_start"], *self._held_out[1:]]
+        self._held_out_start = extra["held_out_start"]
         self._saved_version = self._policy.version
         log.info("resumed", checkpoint=newest.name)
         self._remember("resumed", newest.name)
@@ -284,7 +284,7 @@ class Node:
             external=record.external_groups,
             informative=record.informative_groups,
             peers=record.peers,
-            held_out=self._held_out[-1] if self._held_out else None,
+            held_out=self._held_out,
             seconds=record.round_seconds,
         )
 
@@ -303,11 +303,13 @@ class Node:
         self._keep_score(record)
 
     def _keep_score(self, record: EvalRecord) -> None:
-        self._held_out.append(record.mean)
+        self._held_out = record.mean
+        if self._held_out_start is None:
+            self._held_out_start = record.mean
         self._evaluated_version = record.policy_version
         self._eval_seconds = record.seconds or 0.0
         self._record(record)
-        log.info("held-out score", score=record.mean, start=self._held_out[0], round=record.round)
+        log.info("held-out score", score=record.mean, start=self._held_out_start, round=record.round)
 
     async def _last_evaluation(self) -> None:
         """The score at the end, if it fits into half of the time that draining may take."""
@@ -322,7 +324,7 @@ class Node:
             "rng": self._rng.getstate(),
             "own_groups": self._own_groups,
             "external_used": self._external_used,
-            "held_out_start": self._held_out[0] if self._held_out else None,
+            "held_out_start": self._held_out_start,
         }
         try:
             saved = await self._policy.save(extra)
@@ -374,8 +376,8 @@ class Node:
             own_groups=self._own_groups,
             external_groups_used=self._external_used,
             reward_first_drawn=mean(self._rewards),
-            held_out=self._held_out[-1] if self._held_out else None,
-            held_out_start=self._held_out[0] if self._held_out else None,
+            held_out=self._held_out,
+            held_out_start=self._held_out_start,
             shortage=self._shortage,
             reason=self._reason,
             model=policy.info.name if policy and policy.info else self._config.training.model,
