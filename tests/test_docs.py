@@ -190,7 +190,7 @@ def test_every_metric_of_the_trainer_is_explained() -> None:
     elsewhere = set(re.findall(r"`(\w+)`", text.split("The trainer also measures")[1]))
     assert measured - table == elsewhere
     assert elsewhere <= set(RoundRecord.__struct_fields__)
-    assert table - measured == {"delta_logprob_external"}  # known to the trainer, and to no batch that travels
+    assert table <= measured
 
 
 def test_every_file_of_the_data_directory_is_explained() -> None:

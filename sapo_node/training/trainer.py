@@ -391,8 +391,8 @@ def _metrics(rows: Sequence[Row], sums: dict[Origin, Sums], gradients: Gradients
             metrics[f"logprob_{origin}"] = one.logprob / one.tokens
             if origin == "local":  # an external one is 1 by construction
                 metrics["ratio_mean_local"] = one.ratio / one.tokens
-        if one.known:
-            metrics[f"delta_logprob_{origin}"] = one.delta / one.known
+        if one.known and origin == "local":  # others' recorded log-probs do not travel
+            metrics["delta_logprob_local"] = one.delta / one.known
         if origin in gradients.streams:
             metrics[f"grad_norm_{origin}"] = gradients.streams[origin]
     if all(one.tokens for one in sums.values()):
