@@ -290,7 +290,7 @@ def _write_nodes(
 
 
 def _spawn(node: Node, command: Sequence[str]) -> None:
-    """Start the process in a session of its own, so that the terminal's Ctrl-C reaches us alone."""
+    """Start the process in a process group of its own, so that the terminal's Ctrl-C reaches us alone."""
     parent = os.getpid()
     # The settings written for it are the whole truth: ours already went into them.
     env = {name: value for name, value in os.environ.items() if not name.startswith(config_load.PREFIX)}

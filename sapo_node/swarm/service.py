@@ -1,7 +1,7 @@
 """The node's place in the swarm, from p2pd up, kept running.
 
-One *session* is a p2pd with the DHT node, the exchange and the search for peers on it. When p2pd dies, or hivemind
-loses it, the session ends as a whole and the next one starts after a growing pause; the node trains on meanwhile.
+One *connection* is a p2pd with the DHT node, the exchange and the search for peers on it. When p2pd dies, or hivemind
+loses it, the connection ends as a whole and the next one starts after a growing pause; the node trains on meanwhile.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class SwarmService:
         self.book = PeerBook(known=known)
         self.addresses: list[str] = []
         self.stats = ExchangeStats()
-        self.sessions = 0
+        self.connections = 0
         self._exchange: Exchange | None = None
         self._outbox = Outbox(REWRITE_SECONDS)
 
@@ -71,16 +71,16 @@ class SwarmService:
                 raise SapoError(f"swarm.listen: {error}") from error
 
     async def publish(self, groups: list[Group]) -> None:
-        """Offer groups to the swarm; they leave with the next batch. Without a session they wait, within bounds."""
+        """Offer groups to the swarm; they leave with the next batch. Without a connection they wait, within bounds."""
         self._outbox.put(groups)
 
     async def run(self, pool: Pool, card: ModelCard, want: Callable[[], int], consume: Consume) -> None:
-        """Keep a session running until cancelled. Raises SapoError for a port that is taken."""
+        """Keep a connection running until cancelled. Raises SapoError for a port that is taken."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             started = time.monotonic()
             try:
-                await self._session(pool, card, want, consume)
+                await self._connection(pool, card, want, consume)
             except* PortInUse as group:
                 raise SapoError(str(group.exceptions[0])) from group
             except* NetworkError as group:
@@ -90,7 +90,7 @@ class SwarmService:
             await asyncio.sleep(pause)
             pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
 
-    async def _session(self, pool: Pool, card: ModelCard, want: Callable[[], int], consume: Consume) -> None:
+    async def _connection(self, pool: Pool, card: ModelCard, want: Callable[[], int], consume: Consume) -> None:
         settings = self._config.swarm
         network = await Network.start(
             self._identity,
@@ -120,7 +120,7 @@ class SwarmService:
                 roles=["trainer"],
             )
             self.stats = self._exchange.stats
-            self.sessions += 1
+            self.connections += 1
             bootstrap = Bootstrap(network, dht, settings.initial_peers, self.book, self._tell_outcome)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._end_with_p2pd(network), name="p2pd")
