@@ -4,6 +4,7 @@ Only shapes and rules live here. Where a value comes from (default, file, enviro
 its line is `config_load.py`.
 """
 
+import ipaddress
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -20,8 +21,22 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 def _multiaddr(address: str) -> str:
-    if not re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6|dnsaddr)/[^/]+(/[^/]+)*", address):
+    found = re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6|dnsaddr)/([^/]+)(/[^/]+)*", address)
+    if found is None:
         raise ValueError("is no multiaddr; one looks like /ip4/203.0.113.7/tcp/4001")
+    if found[1] in ("ip4", "ip6"):
+        try:
+            ipaddress.ip_address(found[2])
+        except ValueError:
+            raise ValueError(f"{found[2]} is no IP address") from None
+    if any(int(port) > 65535 for port in re.findall(r"/(?:tcp|udp)/([0-9]{1,9})", address)):
+        raise ValueError("a port is at most 65535")
+    return address
+
+
+def _without_peer_id(address: str) -> str:
+    if "/p2p/" in address:
+        raise ValueError("is this node's own; its /p2p/ part follows from its key, so leave it out")
     return address
 
 
@@ -175,6 +190,7 @@ class RolloutsSection(Section):
 
 
 Multiaddr = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_multiaddr)]
+OwnAddress = Annotated[Multiaddr, AfterValidator(_without_peer_id)]
 PeerAddress = Annotated[Multiaddr, AfterValidator(_with_peer_id)]
 
 
@@ -187,10 +203,10 @@ class SwarmSection(Section):
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "sapo"
     """Swarm to join. Nodes with different names never see each other's groups."""
 
-    listen: list[Multiaddr] = Field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])
+    listen: list[OwnAddress] = Field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])
     """Addresses to listen on, as multiaddrs. Port 0 takes a free one."""
 
-    announce: list[Multiaddr] = Field(default_factory=list)
+    announce: list[OwnAddress] = Field(default_factory=list)
     """Addresses that others should dial instead of the ones listened on, for a node behind a router."""
 
     initial_peers: list[PeerAddress] = Field(default_factory=list)

@@ -30,7 +30,13 @@ from sapo_node.training.supervised import Policy, PolicyLost
 from sapo_node.workers import Refused, WorkerError
 
 SAMPLING_SEED: Final = 20250908  # any fixed number; another one makes scores incomparable with earlier ones
-QUESTIONS_AT_ONCE: Final = 128  # bounds the memory of one call to the engine, and is how often it can be interrupted
+QUESTIONS_AT_ONCE: Final = 32
+"""In one call to the engine: bounds its memory and how long a stop has to wait. Fixed, since the sampling noise depends
+on it."""
+
+
+class Stopped(Exception):
+    """The evaluation was stopped before its end; there is no score."""
 
 
 class NothingHeldOut(SapoError):
@@ -72,16 +78,22 @@ class HeldOut:
         return cls(config, questions, left_out)
 
     async def score(
-        self, engine: InferenceEngine, scorers: ScorerPool, *, round: int, samples: int | None = None
+        self,
+        engine: InferenceEngine,
+        scorers: ScorerPool,
+        *,
+        round: int,
+        samples: int | None = None,
+        stop: asyncio.Event | None = None,
     ) -> EvalRecord:
         """Mean strict reward of `samples` (default `tasks.eval_samples`) completions a question, pass@1.
 
-        Raises NothingHeldOut without questions, and whatever the engine raises.
+        Raises NothingHeldOut without questions, Stopped soon after `stop` is set, and whatever the engine raises.
         """
         if not self.questions:
             raise NothingHeldOut(
-                f"none of the tasks {', '.join(self.left_out)} has {MIN_EVAL_QUESTIONS} held-out questions: widen "
-                "their settings in tasks.mixture, so that they have more distinct questions"
+                f"none of the tasks {', '.join(self.left_out)} has {MIN_EVAL_QUESTIONS} held-out questions (about one "
+                "question in ten is held out): widen a task's settings, or give a data set 300 rows and more"
             )
         started = time.monotonic()
         params = SamplingParams(
@@ -93,6 +105,8 @@ class HeldOut:
         scores: list[QuestionScore] = []
         version = 0
         for start in range(0, len(self.questions), QUESTIONS_AT_ONCE):
+            if stop is not None and stop.is_set():
+                raise Stopped
             chunk = self.questions[start : start + QUESTIONS_AT_ONCE]
             batch = await engine.sample([one.question.text for one in chunk], params)
             version = batch.policy_version
@@ -102,13 +116,7 @@ class HeldOut:
                     for one, group in zip(chunk, batch.groups, strict=True)
                 )
             )
-            scores += [
-                # A question whose prompt is too long stays unanswered, which counts as wrong.
-                QuestionScore(
-                    one.entry.spec.name, one.question.sha256.hex()[:HASH_PREFIX], fmean(result.rewards or [0])
-                )
-                for one, result in zip(chunk, judged, strict=True)
-            ]
+            scores += [_question_score(one, result.rewards) for one, result in zip(chunk, judged, strict=True)]
         return eval_record(
             scores,
             round=round,

@@ -21,14 +21,14 @@ from sapo_node.config import NodeConfig
 from sapo_node.config_load import Loaded
 from sapo_node.datadir import DataDir
 from sapo_node.errors import SapoError
-from sapo_node.evaluate import HeldOut, NothingHeldOut
+from sapo_node.evaluate import HeldOut, NothingHeldOut, Stopped
 from sapo_node.identity import Identity
 from sapo_node.monitor import history
 from sapo_node.monitor import log as logging_setup
 from sapo_node.monitor.metrics import EvalRecord, EventRecord, Record, RoundRecord
 from sapo_node.monitor.status import REWARD_ROUNDS, NodeStatus, State, StatusFile
 from sapo_node.rollouts.arrivals import Arrivals
-from sapo_node.rollouts.pool import Pool
+from sapo_node.rollouts.pool import Pool, PoolError
 from sapo_node.rollouts.sampling import Sampling
 from sapo_node.rollouts.schema import ModelCard
 from sapo_node.swarm.service import SwarmService
@@ -74,6 +74,7 @@ class Node:
         self._state: State = "starting"
         self._reason = ""
         self._asked = False
+        self._new_key = not data.key.exists()
         self._identity = Identity.load_or_create(data.key)
         self._history = history.History(data.history, config.monitor.max_history_bytes)
         self._status_file = StatusFile(data.status, STATUS_SECONDS)
@@ -132,6 +133,7 @@ class Node:
                     await self._main_loop()
             except* (SapoError, Refused, WorkerError) as group:
                 fault = _first(group)
+                await self._rescue()
         if fault is not None:
             self._set_state("stopped", str(fault))
             self._remember("failed", str(fault))
@@ -142,6 +144,17 @@ class Node:
         log.info("stopped", reason=self._reason)
         return 0
 
+    async def _rescue(self) -> None:
+        """Keep what was learnt since the last checkpoint, if the policy still answers."""
+        policy: Policy | None = getattr(self, "_policy", None)
+        if policy is None or not policy.version:
+            return
+        try:
+            async with asyncio.timeout(self._config.node.drain_seconds):
+                await self._checkpoint()
+        except (TimeoutError, SapoError) as error:
+            log.error("no checkpoint could be written at the end", reason=str(error) or "it took too long")
+
     # -- startup ------------------------------------------------------------------------------------------------------
 
     async def _startup(self, stack: contextlib.AsyncExitStack) -> bool:
@@ -149,6 +162,8 @@ class Node:
         config = self._config
         self._status()
         log.info("starting", peer_id=self._identity.peer_id, data_dir=str(self._data.path), swarm=config.swarm.name)
+        if self._new_key:
+            log.warning("a new key was made: to others this is a new node", file=str(self._data.key))
         tasks = mixture.load(config.tasks)
         self._tell_withheld(tasks)
         self._pool = await Pool.open(self._data.pool, config.rollouts)
@@ -247,10 +262,16 @@ class Node:
             started = time.monotonic()
             try:
                 await service()
-            except SapoError:
-                raise
-            except Exception:
-                log.exception("a service failed and is started again", service=name, in_seconds=pause)
+            except Exception as error:
+                cause = _first(error)
+                if isinstance(cause, PoolError):  # a full disk passes
+                    log.error(
+                        "a service failed and is started again", service=name, reason=str(cause), in_seconds=pause
+                    )
+                elif isinstance(cause, SapoError):
+                    raise cause from error
+                else:
+                    log.exception("a service failed and starts again", service=name, in_seconds=pause)
             if time.monotonic() - started > longest:
                 pause = RESTART_PAUSE_SECONDS[0]
             await asyncio.sleep(pause)
@@ -290,10 +311,16 @@ class Node:
 
     # -- evaluation and checkpoints -----------------------------------------------------------------------------------
 
-    async def _evaluate(self) -> None:
-        """Measure the held-out score; without held-out questions, or when the policy is lost, there is none."""
+    async def _evaluate(self, *, last: bool = False) -> None:
+        """Measure the held-out score; without held-out questions, or when the policy is lost, there is none.
+
+        A stop of the node ends it early, unless it is the `last` one, which the stop asked for.
+        """
         try:
-            record = await self._held.score(self._policy, self._scorers, round=self._policy.version)
+            stop = None if last else self._stop
+            record = await self._held.score(self._policy, self._scorers, round=self._policy.version, stop=stop)
+        except Stopped:
+            return
         except NothingHeldOut as error:
             log.warning("no held-out score", reason=str(error))
             return
@@ -315,7 +342,7 @@ class Node:
         """The score at the end, if it fits into half of the time that draining may take."""
         unmeasured = self._policy.version != self._evaluated_version
         if unmeasured and 2 * self._eval_seconds < self._config.node.drain_seconds:
-            await self._evaluate()
+            await self._evaluate(last=True)
 
     async def _checkpoint(self) -> None:
         if self._saved_version == self._policy.version:
@@ -416,9 +443,8 @@ class Node:
             log.warning("a record could not be written", file=name, reason=str(error))
 
 
-def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first error in a group of groups."""
-    error: BaseException = group
+def _first(error: BaseException) -> BaseException:
+    """The first error in a group of groups, or the error itself."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -5,8 +5,9 @@ the module and runs its `main()`, which calls `serve` with a table of handlers. 
 socketpair: 4 bytes of length, then one msgpack struct. Handlers run one at a time on the child's main thread.
 
 A thread in the child reports every second what the child is doing (`stage`) and a progress counter. A child whose
-counter stands still for longer than its stage allows is stuck and is killed, although its heartbeat still beats. That
-thread starts in `serve` and not before: a module that sandboxes itself does so before calling `serve`, so that no
+counter stands still for longer than its stage allows is stuck and is killed, although its heartbeat still beats; so is
+one that owes an answer and does not beat at all (stopped, or its interpreter lock is never let go). That thread starts
+in `serve` and not before: a module that sandboxes itself does so before calling `serve`, so that no
 thread is left outside the sandbox.
 """
 
@@ -33,6 +34,10 @@ Handler = Callable[[Any], Any]
 
 MAX_FRAME = 1 << 28  # weights never travel here; a larger frame is a bug, not a need
 BEAT_SECONDS = 1.0
+# A heart may miss beats while native code holds the interpreter lock: the import of a large library from a slow disk, a
+# tokenizer or a GPU being set up, each seconds long. Tensor work lets the lock go, and so does the writing of weights
+# (by safetensors since 0.8).
+SILENCE_SECONDS = 30.0
 RING_LINES = 100  # last lines of a child's output that an error shows
 MAX_LINE = 2000  # bytes kept of one such line
 MAX_WAITING = 256  # calls that may wait for their turn; more means that the caller does not wait for answers
@@ -49,7 +54,7 @@ class WorkerDied(WorkerError):
 
 
 class WorkerStuck(WorkerError):
-    """The process made no progress within the deadline of its stage, and was killed."""
+    """The process made no progress within the deadline of its stage, or did not beat, and was killed."""
 
 
 class CallTimeout(WorkerError):
@@ -208,30 +213,38 @@ def die_with_parent(parent: int) -> None:
 def child_main(module: str, parent: int) -> None:
     """Entry of a worker process."""
     die_with_parent(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the node decides when we end
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the node decides when we end, whoever else asks us to
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     importlib.import_module(module).main()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os._exit(
-        0
-    )  # everything worth keeping is on disk; taking torch apart would keep a stopping node waiting for seconds
+    os._exit(0)  # what is worth keeping is on disk; taking torch apart would keep a stopping node waiting for seconds
 
 
 # ---- the parent's side -----------------------------------------------------------------------------------------------
 
 
 class Worker:
-    """One child process. Not restarted by itself: after a `WorkerError` other than `CallFailed`, `start` it again."""
+    """One child process. Not restarted by itself: after a `WorkerError` other than `CallFailed`, `start` it again.
+
+    It must serve within `start_seconds`, and is killed when it is silent for `silence_seconds` while a call waits.
+    """
 
     def __init__(
-        self, name: str, module: str, *, env: Mapping[str, str] | None = None, start_seconds: float = 60.0
+        self,
+        name: str,
+        module: str,
+        *,
+        env: Mapping[str, str] | None = None,
+        start_seconds: float = 60.0,
+        silence_seconds: float = SILENCE_SECONDS,
     ) -> None:
         self.name = name
         self.stage = "not started"
         self._module = module
         self._env = dict(os.environ if env is None else env)
         self._start_seconds = start_seconds
+        self._silence_seconds = silence_seconds
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -242,7 +255,7 @@ class Worker:
         self._ready: asyncio.Future[None] | None = None
         self._lines: deque[str] = deque(maxlen=RING_LINES)
         self._beat = _Beat(stage="starting", deadline=None, count=-1)
-        self._moved_at = 0.0
+        self._still = self._silent = 0.0  # seconds without progress, and without a message; counted by `_watch`
         self._fault: WorkerError | None = None
 
     @property
@@ -276,6 +289,7 @@ class Worker:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,  # a signal to the node's group would end a child that does not ignore it yet
                 limit=1 << 16,
             )
         except BaseException:
@@ -284,7 +298,7 @@ class Worker:
         finally:
             theirs.close()
         self._fault, self.stage = None, "starting"
-        self._beat, self._moved_at = _Beat(stage="starting", deadline=None, count=-1), time.monotonic()
+        self._beat, self._still, self._silent = _Beat(stage="starting", deadline=None, count=-1), 0.0, 0.0
         ours.setblocking(False)
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._ready = asyncio.get_running_loop().create_future()
@@ -329,6 +343,7 @@ class Worker:
         try:
             async with asyncio.timeout(deadline):
                 self._writer.write(_frame(_Call(id=self._next_id, method=method, payload=payload)))
+                self.stage = method  # until a beat says more
                 with contextlib.suppress(ConnectionError):  # its death is told through `answer`, with the reason
                     await self._writer.drain()
                 return await answer
@@ -344,7 +359,7 @@ class Worker:
             self._pending = None
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Ask the process to end, and kill it when it has not within `grace` seconds."""
+        """Ask the process to end; kill it when it has not within `grace` seconds. An open call raises WorkerDied."""
         if self._process is not None and self._writer is not None and self._process.returncode is None:
             with contextlib.suppress(ConnectionError):
                 self._writer.write(_frame(_Stop()))
@@ -355,6 +370,7 @@ class Worker:
             except TimeoutError:
                 self._process.kill()
         await self._reap()
+        self._lose(WorkerDied(f"the {self.name} worker was stopped"))
 
     async def _kill(self, fault: WorkerError) -> None:
         self._lose(fault)
@@ -400,16 +416,17 @@ class Worker:
             await self._kill(WorkerDied(f"the {self.name} worker sent a damaged frame ({error})"))
 
     def _handle(self, message: _Ready | _Beat | _Result | _Failure) -> None:
+        self._silent = 0.0
         if isinstance(message, _Beat):
             if message.count != self._beat.count:
-                self._moved_at = time.monotonic()
+                self._still = 0.0
             self._beat, self.stage = message, message.stage
         elif isinstance(message, _Ready):
             self.stage = IDLE
             if self._ready is not None and not self._ready.done():
                 self._ready.set_result(None)
         elif self._pending is not None and self._pending[0] == message.id and not self._pending[1].done():
-            answer = self._pending[1]
+            answer, self.stage = self._pending[1], IDLE
             if isinstance(message, _Result):
                 answer.set_result(message.payload)
             elif message.refused:
@@ -445,14 +462,24 @@ class Worker:
             self._lines.append(line[:MAX_LINE].decode(errors="replace").rstrip())
 
     async def _watch(self) -> None:
-        """Kill a child that stands still for longer than its stage allows."""
+        """Kill a child that stands still for longer than its stage allows, or that does not beat, while a call waits.
+
+        Time is counted in turns of this loop: when the node itself stood still (Ctrl-Z), its children's beats are yet
+        to be read.
+        """
         while True:
             await asyncio.sleep(BEAT_SECONDS / 2)
-            limit = self._beat.deadline
-            still = time.monotonic() - self._moved_at
-            if limit is not None and self._pending is not None and still > limit + 2 * BEAT_SECONDS:
-                text = f"the {self.name} worker made no progress in stage '{self._beat.stage}' for {still:.0f} s"
-                await self._kill(WorkerStuck(text))
+            self._still += BEAT_SECONDS / 2
+            self._silent += BEAT_SECONDS / 2
+            if self._pending is None:
+                continue
+            limit, text = self._beat.deadline, ""
+            if self._silent > self._silence_seconds:
+                text = f"does not beat: nothing was heard of it for {self._silent:.0f} s, last in stage '{self.stage}'"
+            elif limit is not None and self._still > limit + 2 * BEAT_SECONDS:
+                text = f"made no progress in stage '{self._beat.stage}' for {self._still:.0f} s"
+            if text:
+                await self._kill(WorkerStuck(f"the {self.name} worker {text}"))
                 return
 
 

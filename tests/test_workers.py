@@ -1,6 +1,7 @@
 """Workers: typed calls, faults that name themselves, nothing left behind. Real processes throughout."""
 
 import asyncio
+import ctypes
 import os
 import signal
 import subprocess
@@ -35,6 +36,13 @@ def stand_still(request: Number) -> str:
     return "moved"
 
 
+def hold_lock(request: Number) -> str:
+    """Sleep without letting the interpreter lock go, as some native code does: the heartbeat cannot run."""
+    workers.stage("holding the lock")
+    ctypes.PyDLL(None).usleep(int(request.value * 1e6))
+    return "let go"
+
+
 def walk(request: Number) -> str:
     workers.stage("walking", deadline=0.5)
     for _ in range(int(request.value)):
@@ -57,7 +65,7 @@ def die(request: Number) -> None:
 
 
 def main() -> None:
-    handlers = [double, sleep, stand_still, walk, fail, refuse, die]
+    handlers = [double, sleep, stand_still, hold_lock, walk, fail, refuse, die]
     workers.serve({handler.__name__: handler for handler in handlers})
 
 
@@ -72,8 +80,13 @@ def run(request: pytest.FixtureRequest) -> object:
     return runner
 
 
-async def started() -> Worker:
-    worker = Worker("test", __name__, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, start_seconds=20)
+def made(**settings: float) -> Worker:
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return Worker("test", __name__, env=env, **{"start_seconds": 20, **settings})
+
+
+async def started(**settings: float) -> Worker:
+    worker = made(**settings)
     await worker.start()
     return worker
 
@@ -149,6 +162,75 @@ def test_a_worker_that_stands_still_is_killed_although_its_heart_beats(run) -> N
     run(body())
 
 
+def test_a_stopped_worker_that_owes_an_answer_is_killed(run) -> None:
+    async def body() -> None:
+        worker = await started(silence_seconds=2)
+        call = asyncio.create_task(worker.call("sleep", Number(60), str, deadline=60))
+        await asyncio.sleep(0.1)
+        os.kill(worker.pid, signal.SIGSTOP)
+        async with asyncio.timeout(10):
+            with pytest.raises(WorkerStuck, match=r"does not beat.*'sleep'"):
+                await call
+        assert not worker.alive
+        await worker.start()
+        assert await worker.call("double", Number(1), float, deadline=5) == 2.0
+        await worker.stop()
+
+    run(body())
+
+
+def test_a_worker_that_was_stopped_while_idle_is_killed_at_the_next_call() -> None:
+    async def body() -> None:
+        worker = await started(silence_seconds=2)
+        os.kill(worker.pid, signal.SIGSTOP)
+        await asyncio.sleep(3)
+        assert worker.alive  # it owes nothing yet
+        async with asyncio.timeout(2):
+            with pytest.raises(WorkerStuck, match=r"does not beat.*'double'"):
+                await worker.call("double", Number(1), float, deadline=60)
+        await worker.stop()
+
+    asyncio.run(body())
+
+
+@pytest.mark.slow
+def test_a_held_interpreter_lock_is_borne_for_a_while_only() -> None:
+    async def body() -> None:
+        worker = await started(silence_seconds=4)
+        assert await worker.call("hold_lock", Number(2), str, deadline=60) == "let go"
+        async with asyncio.timeout(15):
+            with pytest.raises(WorkerStuck, match="does not beat"):
+                await worker.call("hold_lock", Number(60), str, deadline=60)
+        await worker.stop()
+
+    asyncio.run(body())
+
+
+def test_a_node_that_stood_still_itself_blames_no_worker() -> None:
+    async def body() -> None:
+        worker = await started(silence_seconds=1.5)
+        call = asyncio.create_task(worker.call("sleep", Number(3), str, deadline=60))
+        await asyncio.sleep(0.2)
+        time.sleep(2.5)
+        assert await call == "slept"
+        await worker.stop()
+
+    asyncio.run(body())
+
+
+def test_stop_tells_the_caller_who_still_waits(run) -> None:
+    async def body() -> None:
+        worker = await started()
+        call = asyncio.create_task(worker.call("sleep", Number(60), str, deadline=60))
+        await asyncio.sleep(0.1)
+        await worker.stop(grace=0)
+        async with asyncio.timeout(5):
+            with pytest.raises(WorkerDied):
+                await call
+
+    run(body())
+
+
 def test_a_late_answer_is_a_timeout_that_ends_the_worker(run) -> None:
     async def body() -> None:
         worker = await started()
@@ -170,6 +252,33 @@ def test_a_cancelled_call_does_not_disturb_the_next(run) -> None:
         await worker.stop()
 
     run(body())
+
+
+GROUP_SIGNAL = """
+import asyncio, os, signal, sys
+sys.path.insert(0, {path!r})
+from test_workers import *
+async def body():
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else lambda *_: None)
+        worker = made()
+        starting = asyncio.create_task(worker.start())
+        while worker.pid is None:
+            await asyncio.sleep(0)
+        os.killpg(0, number)
+        await starting
+        assert await worker.call("double", Number(1), float, deadline=5) == 2.0
+        await worker.stop()
+asyncio.run(body())
+"""
+
+
+def test_a_signal_to_the_nodes_group_ends_no_child_not_even_one_that_just_begins() -> None:
+    code = GROUP_SIGNAL.format(path=str(Path(__file__).parent))
+    run = subprocess.run(
+        [sys.executable, "-c", code], start_new_session=True, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert run.returncode == 0, run.stderr
 
 
 PARENT = """

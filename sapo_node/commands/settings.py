@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,11 @@ from typing import Any
 import click
 
 from sapo_node import config_load
+from sapo_node.config import NodeConfig
 from sapo_node.config_load import Loaded
 from sapo_node.errors import ConfigError
+from sapo_node.tasks import mixture
+from sapo_node.tasks.dataset import DatasetError
 
 
 def check(files: Sequence[Path]) -> int:
@@ -19,14 +23,33 @@ def check(files: Sequence[Path]) -> int:
     problems: dict[str, None] = {}  # a wrong environment variable is wrong for every file, and named once
     for file in files:
         try:
-            config_load.load(file, os.environ)
+            missing = _missing(config_load.load(file, os.environ).config)
         except ConfigError as error:
             problems.update(dict.fromkeys(error.problems))
-        else:
+            continue
+        problems.update(dict.fromkeys(f"{file}: {problem}" for problem in missing))
+        if not missing:
             click.echo(f"{file}: fine")
     if problems:
         raise ConfigError(list(problems))
     return 0
+
+
+def _missing(config: NodeConfig) -> list[str]:
+    """What the settings point to and is not there, or not as it should be: data sets and the model's folder."""
+    problems = []
+    try:
+        mixture.load(config.tasks)
+    except DatasetError as error:
+        problems.append(str(error))
+    model = config.training.model
+    folder = Path(model).expanduser()
+    if folder.is_absolute() or folder.is_dir():
+        if not (folder / "config.json").is_file():
+            problems.append(f"training.model: {folder} is no model folder: it has no config.json")
+    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
+        problems.append(f"training.model: {model!r} is neither a folder nor a Hugging Face name")
+    return problems
 
 
 def show(file: Path | None, sets: Sequence[str], origin: bool) -> int:

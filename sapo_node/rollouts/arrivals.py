@@ -81,6 +81,8 @@ class Arrivals:
 
     async def _take(self, received: Received) -> None:
         opened, now = received.opened, time.time()
+        if not self._book.welcome(opened.batch.peer_id, now):
+            return  # fetched before its sender was shunned; all of those would still cost their share of scorers
         if await self._pool.seen([opened.content_id]):
             self._book.ignored(received.peer_id, len(opened.batch.groups), now)
             return

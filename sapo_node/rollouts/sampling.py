@@ -7,6 +7,7 @@ swarm cannot fill J. Whoever calls it decides when; see `training/rounds.py` for
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from statistics import fmean
 
@@ -95,7 +96,9 @@ class Sampling:
         judged = await asyncio.gather(
             *(self._judge(one, group) for one, group in zip(drawn, batch.groups, strict=True))
         )
-        rewards = [one.rewards for one in judged]
+        kept = [i for i, one in enumerate(judged) if one is not None]
+        drawn, first, batch = _only(kept, drawn, first, batch)
+        rewards = [one.rewards for one in judged if one is not None]
         groups = [
             _pool_group(one, group, reward, sampled_at, batch, first_drawn=index < first)
             for index, (one, group, reward) in enumerate(zip(drawn, batch.groups, rewards, strict=True))
@@ -110,25 +113,36 @@ class Sampling:
             published=published,
         )
 
-    async def _judge(self, one: Drawn, group: list[Sampled]) -> Judged:
-        return await judge(self._scorers, one.entry, one.seed, [sampled.text for sampled in group])
+    async def _judge(self, one: Drawn, group: list[Sampled]) -> Judged | None:
+        """The group's rewards; None where the question, generated a moment ago, cannot be generated again in time."""
+        try:
+            return await judge(self._scorers, one.entry, one.seed, [sampled.text for sampled in group])
+        except TaskRefused as error:
+            log.warning("a group could not be judged and is left out", task=one.entry.spec.name, reason=str(error))
+            return None
 
     async def _questions(self, count: int) -> list[Drawn]:
         """`count` questions of this moment's epoch that evaluation does not withhold."""
         drawn: list[Drawn] = []
         for _ in range(MAX_DRAW_TRIES):
             epoch = epoch_of(time.time())
-            coordinates: list[tuple[Entry, int]] = []
-            for entry, times in self._mixture.choose(count - len(drawn), self._rng):
-                indices = await self._pool.reserve_indices(entry.spec, epoch, times)
-                coordinates += [(entry, index) for index in indices]
-            drawn += await self._ask(epoch, coordinates)
+            drawn += await self._ask(epoch, await self._coordinates(epoch, count - len(drawn)))
             if len(drawn) >= count:
                 return drawn[:count]
         raise NothingToDraw(
             f"the task mixture gave {len(drawn)} of {count} questions in {MAX_DRAW_TRIES} tries: its question spaces "
             "may be almost wholly held out for evaluation, or this 30 s epoch's indices are used up"
         )
+
+    async def _coordinates(self, epoch: int, count: int) -> list[tuple[Entry, int]]:
+        """Tasks drawn from the mixture, in order of the draw, each with a fresh index; fewer where none is left."""
+        chosen = self._mixture.choose(count, self._rng)
+        fresh = {
+            entry: iter(await self._pool.reserve_indices(self._mixture.entries[entry].spec, epoch, times))
+            for entry, times in Counter(chosen).items()
+        }
+        found = [(self._mixture.entries[entry], next(fresh[entry], None)) for entry in chosen]
+        return [(entry, index) for entry, index in found if index is not None]
 
     async def _ask(self, epoch: int, coordinates: list[tuple[Entry, int]]) -> list[Drawn]:
         """The questions at these coordinates that may be trained on."""
@@ -182,9 +196,16 @@ def _answered(drawn: list[Drawn], first: int, batch: SampledBatch) -> tuple[list
     log.warning("prompts beyond inference.max_prompt_tokens were left out", tasks=left_out)
     if not kept:
         raise NothingToDraw(f"every prompt of {', '.join(left_out)} exceeds inference.max_prompt_tokens; raise it")
+    return _only(kept, drawn, first, batch)
+
+
+def _only(
+    kept: list[int], drawn: list[Drawn], first: int, batch: SampledBatch
+) -> tuple[list[Drawn], int, SampledBatch]:
+    """Those questions and their groups alone, and how many of the first ones are among them."""
     groups = [batch.groups[i] for i in kept]
-    answered = SampledBatch(groups=groups, policy_version=batch.policy_version, seconds=batch.seconds)
-    return [drawn[i] for i in kept], sum(i < first for i in kept), answered
+    rest = SampledBatch(groups=groups, policy_version=batch.policy_version, seconds=batch.seconds)
+    return [drawn[i] for i in kept], sum(i < first for i in kept), rest
 
 
 def _ref(spec: TaskSpec, epoch: int, index: int) -> TaskRef:

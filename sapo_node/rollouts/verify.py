@@ -8,7 +8,8 @@ Three outcomes. *accept*: into the pool. *ignore*: of no use here, and no fault 
 (duplicate, stale, another library version). *reject*: no honest node sends this, so the sender's score falls.
 
 Work is bounded. First come the checks that cost nothing, for the whole batch; one reject there and nothing of the batch
-is judged. What is left goes to the scorers one group after another, within one deadline.
+is judged. What is left goes to the scorers one group after another, within one deadline, and the first group that costs
+a scorer is the last one of its batch. Otherwise a few kilobytes of answers that are slow to judge would stop a node.
 """
 
 import asyncio
@@ -26,13 +27,14 @@ from sapo_node.swarm.protocol import MAX_EPOCHS_AHEAD, epoch_of, question_seed
 from sapo_node.tasks import catalog, verifiers
 from sapo_node.tasks.base import Judged, TaskRefused, TaskSpec, config_hash, is_eval_question
 from sapo_node.tasks.mixture import Mixture
+from sapo_node.tasks.scoring import CostlyGroup
 from sapo_node.training.base import TrainCompletion
 from sapo_node.training.sapo import informative
 from sapo_node.workers import WorkerError
 
-BATCH_SECONDS: Final = 30.0
-"""For one batch, all groups together. A task that is in bounds takes milliseconds a group; what is not judged by then
-would be stale soon, and the next batch waits."""
+BATCH_SECONDS: Final = 15.0
+"""For one batch, all groups together. A task that is in bounds takes milliseconds a group. Long enough to see an answer
+hang two scorers that no timer can end (5 s each, and a restart), so that its sender is blamed."""
 
 MAX_QUESTION_BYTES: Final = 32 * 1024
 """Longer questions are ignored whatever the scorers allow: no prompt holds them."""
@@ -61,24 +63,30 @@ class Reason(StrEnum):
 
     WRONG_HASH = "configuration differs from its hash"
     OUT_OF_BOUNDS = "configuration out of bounds"
+    COSTLY = "too costly to judge"  # an answer, or the question, took a scorer's whole time or memory
 
     @property
     def outcome(self) -> Outcome:
         """What the reason means for the group and, if it is a reject, for its sender."""
         if self is Reason.ACCEPTED:
             return "accept"
-        return "reject" if self in (Reason.WRONG_HASH, Reason.OUT_OF_BOUNDS) else "ignore"
+        return "reject" if self in (Reason.WRONG_HASH, Reason.OUT_OF_BOUNDS, Reason.COSTLY) else "ignore"
 
 
 class Judge(Protocol):
     """What is needed of the scorer pool."""
 
-    async def judge(self, spec: TaskSpec, seed: int, texts: list[str]) -> Judged:
-        """Regenerate a question and score answers to it. Raises TaskRefused or WorkerError."""
+    async def judge(self, spec: TaskSpec, seed: int, texts: list[str], *, strict: bool) -> Judged:
+        """Regenerate a question and score answers to it. Raises TaskRefused or WorkerError.
+
+        A strict job raises CostlyGroup at the first fault that the group itself caused.
+        """
         ...
 
-    async def judge_row(self, question: str, answer: str, verifier: verifiers.Verifier, texts: list[str]) -> Judged:
-        """Score answers to a row of a data set. Raises WorkerError."""
+    async def judge_row(
+        self, question: str, answer: str, verifier: verifiers.Verifier, texts: list[str], *, strict: bool
+    ) -> Judged:
+        """Score answers to a row of a data set. Raises WorkerError, and CostlyGroup as above."""
         ...
 
 
@@ -162,8 +170,13 @@ class Verifier:
                         reasons[i] = judged if isinstance(judged, Reason) else Reason.ACCEPTED
                         if isinstance(judged, NewGroup):
                             accepted.append(judged)
+                        if judged is Reason.COSTLY:
+                            break
         except TimeoutError:
             pass  # what has no reason yet is out of time
+        if Reason.COSTLY in reasons:
+            accepted = []
+            reasons = [Reason.BESIDE_REJECTED if r in (None, Reason.ACCEPTED) else r for r in reasons]
         return Verified(
             producer=batch.peer_id,
             content_id=opened.content_id,
@@ -212,6 +225,8 @@ class Verifier:
             judged = await self._score(task, seed, [completion.text for completion in group.completions])
         except TaskRefused:
             return Reason.NOT_GENERATED
+        except CostlyGroup:
+            return Reason.COSTLY
         except WorkerError:
             return Reason.UNSCORED
         if judged.question.sha256 != group.question_sha256:
@@ -233,6 +248,6 @@ class Verifier:
         entry = self._datasets.get((task.name, task.version))
         if task.source == "dataset" and entry and entry.rows:
             row = entry.rows.row(seed)
-            return await self._judge.judge_row(row.question, row.answer, entry.verifier, texts)
+            return await self._judge.judge_row(row.question, row.answer, entry.verifier, texts, strict=True)
         spec = TaskSpec(source=task.source, name=task.name, version=task.version, config=task.config)
-        return await self._judge.judge(spec, seed, texts)
+        return await self._judge.judge(spec, seed, texts, strict=True)

@@ -49,7 +49,8 @@ class _Offer:
     via: dict[bytes, Via]  # content id -> how this node first heard of it
     heard_at: float
     failures: int = 0
-    rests_until: float = 0.0
+    failed_at: float = 0.0
+    rest: float = 0.0  # seconds after `failed_at`
     attempts: dict[bytes, int] = field(default_factory=dict)
 
 
@@ -123,7 +124,7 @@ class Catalogue:
             return
         pause = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** min(offer.failures, 10))
         offer.failures += 1
-        offer.rests_until = now + pause * self._rng.uniform(0.5, 1.5)
+        offer.failed_at, offer.rest = now, pause * self._rng.uniform(0.5, 1.5)
         offer.attempts[content_id] = offer.attempts.get(content_id, 0) + 1
         if give_up or offer.attempts[content_id] >= MAX_ATTEMPTS:
             self._see(wanted.peer_id, content_id)
@@ -134,7 +135,8 @@ class Catalogue:
         return list(self._offers)
 
     def _free(self, peer_id: str, offer: _Offer, now: float) -> bool:
-        return peer_id not in self._busy and offer.rests_until <= now and self._welcome(peer_id, now)
+        rests = 0.0 <= now - offer.failed_at < offer.rest  # a clock that was set back ends the rest
+        return peer_id not in self._busy and not rests and self._welcome(peer_id, now)
 
     def _unseen(self, peer_id: str, now: float) -> list[Listing]:
         fresh = (b for b in self._offers[peer_id].announcement.batches if now - b.created_at <= self._max_age)
@@ -150,6 +152,7 @@ class Catalogue:
         """Drop peers not heard for the age limit, and the longest unheard beyond the bound."""
         while self._offers:
             peer_id, offer = next(iter(self._offers.items()))
-            if now - offer.heard_at <= self._max_age and len(self._offers) <= MAX_OFFERING:
+            # By the distance, or after a clock was set back they would stay for as long as it was set.
+            if abs(now - offer.heard_at) <= self._max_age and len(self._offers) <= MAX_OFFERING:
                 return
             del self._offers[peer_id]

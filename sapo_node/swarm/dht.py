@@ -328,10 +328,6 @@ class SwarmDHT:
         """Nodes in the routing table."""
         return len(self._protocol.routing_table.uid_to_peer_id)
 
-    def held(self) -> int:
-        """Records held here, own and others'."""
-        return len(self._protocol.records)
-
     async def join(self, peers: Sequence[str]) -> int:
         """Enter the DHT through peers: multiaddrs ending with /p2p/<id>, or ids of peers already connected.
 
@@ -405,7 +401,9 @@ class SwarmDHT:
 
         async def ask(node_id: Any, queries: Collection[Any]) -> dict[Any, tuple[Sequence[Any], bool]]:
             peer = known[node_id]
-            left_out = self._suspended.get(peer, -math.inf) > self._now() or peer.to_base58() in self._network.denied
+            left_out = (
+                self._suspended.get(peer, -math.inf) > time.monotonic() or peer.to_base58() in self._network.denied
+            )
             answer = None if left_out else await protocol.call_find(peer, queries)
             if answer is None:
                 if not left_out:
@@ -425,7 +423,7 @@ class SwarmDHT:
         return [answered[node_id] for node_id in sorted(answered, key=keys[0].xor_distance)]
 
     def _suspend(self, peer: Any) -> None:
-        now = self._now()
+        now = time.monotonic()  # a pause: setting the clock must not lengthen it
         self._suspended = {p: until for p, until in self._suspended.items() if until > now}
         self._suspended[peer] = now + SUSPEND_SECONDS
 

@@ -1,4 +1,4 @@
-"""When to announce and where to look: the decisions of discovery, without I/O. Times are seconds since 1970."""
+"""When to announce and where to look: the decisions of discovery, without I/O."""
 
 import math
 import random
@@ -21,35 +21,46 @@ RECENT_EPOCHS: Final = 2
 
 class AnnouncePlan:
     """When the announcement is written next: after a publish, at most every REWRITE_SECONDS, and in each new epoch
-    while a batch is young enough to be listed."""
+    while a batch is young enough to be listed.
+
+    `now` is the time of day, which tells the epoch and may be set at any moment; `tick` comes from a monotonic clock.
+    """
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
         self._dirty = False
-        self._last = -math.inf
+        self._last_tick = -math.inf
         self._expiry = -math.inf
-        self._new_epoch_at = math.inf
+        self._epoch: int | None = None  # in which it was written last
+        self._delay = 0.0
 
     def published(self) -> None:
         """There is a batch that no announcement lists yet."""
         self._dirty = True
 
-    def due(self, fresh: bool) -> float:
-        """When to write next, `inf` if not at all; `fresh`: whether there is a batch to list."""
+    def pause(self, fresh: bool, now: float, tick: float) -> float:
+        """Seconds until the next is to be written, `inf` if none is; `fresh`: whether there is a batch to list."""
         if not fresh:
             return math.inf
-        return max(self._last + REWRITE_SECONDS, -math.inf if self._dirty else self._new_epoch_at)
+        return max(0.0, self._last_tick + REWRITE_SECONDS - tick, 0.0 if self._dirty else self._until_new_epoch(now))
 
-    def started(self, now: float) -> float:
+    def _until_new_epoch(self, now: float) -> float:
+        if self._epoch is None:
+            return math.inf
+        if protocol.epoch_of(now) < self._epoch:  # the clock was set back: this epoch has no announcement of ours
+            return 0.0
+        return (self._epoch + 1) * protocol.EPOCH_SECONDS + self._delay - now
+
+    def started(self, now: float, tick: float) -> float:
         """Writing begins: what is published from here on needs another announcement. Returns when the record expires:
         strictly later than any before, or holders would refuse it."""
         self._dirty = False
-        self._last = now
-        next_epoch = (protocol.epoch_of(now) + 1) * protocol.EPOCH_SECONDS
+        self._last_tick = tick
+        self._epoch = protocol.epoch_of(now)
         # Not everyone at the same instant; readers look at the previous epoch too.
-        self._new_epoch_at = next_epoch + self._rng.uniform(0.0, REWRITE_SECONDS)
+        self._delay = self._rng.uniform(0.0, REWRITE_SECONDS)
         later = max(now + RECORD_SECONDS, self._expiry + 0.01)
-        self._expiry = min(later, latest_expiry(protocol.epoch_of(now)))  # binds only after a clock was set far back
+        self._expiry = min(later, latest_expiry(self._epoch))  # binds only after a clock was set far back
         return self._expiry
 
     def failed(self) -> None:

@@ -31,7 +31,7 @@ from sapo_node.rollouts.schema import Announcement, Batch
 from sapo_node.swarm import fetch, protocol
 from sapo_node.swarm.catalogue import Catalogue, Via, Wanted
 from sapo_node.swarm.dht import SwarmDHT
-from sapo_node.swarm.discovery import AnnouncePlan, Shard, choose_shards
+from sapo_node.swarm.discovery import REWRITE_SECONDS, AnnouncePlan, Shard, choose_shards
 from sapo_node.swarm.fetch import FetchFailed, FetchServer, RateLimit, Shelf
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError
@@ -59,7 +59,7 @@ MAX_WAITING: Final = 64
 """Received batches that wait for the subscriber; beyond it the oldest is dropped."""
 
 MAX_HEARD: Final = 4096
-"""Digests of announcements already looked at, so that a copy costs no signature check."""
+"""Digests of announcements already taken note of, so that a copy costs no signature check."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,17 +183,17 @@ class Exchange:
         while True:
             self._announce_now.clear()
             now = time.time()
-            due = self._announcing.due(bool(self._shelf.newest(now)))
-            if due <= now:
+            pause = self._announcing.pause(bool(self._shelf.newest(now)), now, time.monotonic())
+            if pause <= 0.0:
                 await self._announce(now)
-            else:
-                await _wait(self._announce_now, min(due - now, protocol.EPOCH_SECONDS))
+            else:  # not longer, so that a clock that was set is noticed
+                await _wait(self._announce_now, min(pause, REWRITE_SECONDS))
 
     async def _announce(self, now: float) -> None:
         """Push the announcement and write it to the DHT."""
         epoch, k = protocol.epoch_of(now), self._dht.schedule.k
         shard = Shard(epoch, k, shard_prefix(self._identity.public_key, epoch, k))
-        expires_at = self._announcing.started(now)
+        expires_at = self._announcing.started(now, time.monotonic())
         # Milliseconds keep it rising across restarts; holders take a record only if its seq is higher.
         self._seq = max(self._seq + 1, int(now * 1000))
         try:
@@ -294,24 +294,25 @@ class Exchange:
                 self.stats.announcements_invalid += 1
                 continue
             self.stats.announcements_in += 1
-            news += self._note(public_key, a, "dht")
+            news += self._note(data, public_key, a, "dht")
         return news
 
     def _hear(self, data: bytes) -> tuple[bytes, Announcement] | None:
-        """Open an announcement, unless this very one was looked at before."""
-        digest = hashlib.sha256(data).digest()
-        if digest in self._heard:
+        """Open an announcement, unless note was taken of this very one before."""
+        if hashlib.sha256(data).digest() in self._heard:
             return None
-        self._heard[digest] = None
-        if len(self._heard) > MAX_HEARD:
-            self._heard.popitem(last=False)
         try:
             return codec.open_announcement(data, self._swarm)
         except Rejected:
             self.stats.announcements_invalid += 1
             return None
 
-    def _note(self, public_key: bytes, announcement: Announcement, via: Via) -> bool:
+    def _note(self, data: bytes, public_key: bytes, announcement: Announcement, via: Via) -> bool:
+        """Take note of an announcement that came by the way it should; True if it is news."""
+        # Not before: anyone can send a copy by a wrong way, and must not hide the announcement by it.
+        self._heard[hashlib.sha256(data).digest()] = None
+        if len(self._heard) > MAX_HEARD:
+            self._heard.popitem(last=False)
         peer_id, now = peer_id_from_public_key(public_key), time.time()
         news = self._catalogue.add(peer_id, public_key, announcement, via, now)
         if news:
@@ -337,12 +338,15 @@ class Exchange:
         heard = self._hear(data)
         if heard is None:
             return
-        public_key, announcement = heard
+        public_key, a = heard
         if peer_id_from_public_key(public_key) != sender:  # everyone pushes their own only
             self.stats.hints_dropped += 1
             return
+        if a.prefix != shard_prefix(public_key, a.epoch, a.k):
+            self.stats.announcements_invalid += 1
+            return
         self.stats.hints_in += 1
-        if self._note(public_key, announcement, "hint"):
+        if self._note(data, public_key, a, "hint"):
             self._fetch_now.set()
 
     # Fetching

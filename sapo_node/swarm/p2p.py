@@ -8,8 +8,9 @@ the call.
 
 import asyncio
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -44,7 +45,8 @@ STREAM_SECONDS: Final = 60.0
 """Longest life of an incoming stream: a peer that reads slowly must not hold a place for ever."""
 MAX_STREAMS: Final = 64
 MAX_STREAMS_PER_PEER: Final = 4
-"""Incoming streams at the same time; beyond that a stream is closed unanswered, and the peer comes again."""
+"""Incoming streams at the same time. One too many of a peer is closed unanswered, and the peer comes again; one too
+many in all takes the place of the oldest that has not sent its request yet, so that idle streams lock nobody out."""
 MAX_DIALLED_ADDRESSES: Final = 8
 """Of the addresses a stranger announces, so many are tried."""
 MAX_HINT_BYTES: Final = 16 * 1024
@@ -52,11 +54,29 @@ MAX_QUEUED_HINTS: Final = 256
 """Gossip is a hint that may be lost: larger messages are dropped, and a slow reader loses the oldest."""
 
 
+class _RequestReader(asyncio.StreamReader):
+    """A reader that knows whether something was asked: whether a read came to its end since `asked` was unset."""
+
+    asked = False
+
+    async def readexactly(self, n: int) -> bytes:
+        data = await super().readexactly(n)
+        self.asked = True
+        return data
+
+
+@dataclass(slots=True)
+class _Incoming:
+    reader: _RequestReader
+    writer: asyncio.StreamWriter
+    peer_id: str = ""  # until p2pd has named it
+
+
 class Network:
     """One p2pd and this node's place in the network. `await Network.start(...)`, and `close()` in the end.
 
     `peer_id` and `public_key` are this node's; `p2p` is hivemind's handle for the DHT; peers in `denied` get no answer
-    on streams, gossip or DHT; `unreachable` are the initial peers that could not be dialled at the start.
+    on streams, gossip or DHT.
     """
 
     def __init__(self, identity: Identity, daemon: Daemon) -> None:
@@ -64,11 +84,10 @@ class Network:
         self.public_key = identity.public_key
         self.p2p: Any = None
         self.denied: set[str] = set()
-        self.unreachable: list[str] = []
         self.daemon = daemon
         self._streams_path = daemon.folder / "streams.sock"
         self._handlers: dict[str, StreamHandler] = {}
-        self._streams: dict[asyncio.Task[Any], str] = {}
+        self._streams: dict[asyncio.Task[Any], _Incoming] = {}  # the oldest first
         self._server: asyncio.Server | None = None
         self._dead = asyncio.create_task(daemon.ended())
         self._closed = False
@@ -81,15 +100,14 @@ class Network:
         work_dir: Path,
         listen: Sequence[str] = ("/ip4/0.0.0.0/tcp/0",),
         announce: Sequence[str] = (),
-        initial_peers: Sequence[str] = (),
         nat_port_map: bool = False,
         pubsub: bool = True,
         relay_service: bool = False,
     ) -> "Network":
-        """Start p2pd and dial the initial peers; those that do not answer are no error (see `unreachable`).
+        """Start p2pd. `listen` and `announce` are multiaddrs.
 
-        `listen` and `announce` are multiaddrs, `initial_peers` end with /p2p/<peer id>. Raises `PortInUse` for a taken
-        port and `NetworkError` with p2pd's own words for everything else that keeps it from starting.
+        Raises `PortInUse` for a taken port and `NetworkError` with p2pd's own words for everything else that keeps it
+        from starting.
         """
         for address in listen:
             check_port_is_free(address)
@@ -105,7 +123,6 @@ class Network:
         self = cls(identity, await Daemon.start(work_dir, flags))
         try:
             await self._attach(identity)
-            self.unreachable = await self._dial_all(initial_peers)
         except BaseException:
             await self.close()
             raise
@@ -222,14 +239,6 @@ class Network:
         # p2pd gets the deadline; one second more for its answer.
         await self._ask(what, DIAL_SECONDS + 1, type=p2pd_pb2.Request.CONNECT, connect=connect)
 
-    async def _dial_all(self, multiaddrs: Sequence[str]) -> list[str]:
-        """Dial several peers at once; return those that did not answer."""
-        outcomes = await asyncio.gather(*map(self.connect, multiaddrs), return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException) and not isinstance(outcome, NetworkError):
-                raise outcome
-        return [m for m, outcome in zip(multiaddrs, outcomes, strict=True) if isinstance(outcome, NetworkError)]
-
     async def disconnect(self, peer_id: str) -> None:
         """Close all connections to a peer. It may come again: see `denied`."""
         request = p2pd_pb2.DisconnectRequest(peer=peer_bytes(peer_id))
@@ -259,9 +268,13 @@ class Network:
 
     async def serve_stream(self, protocol: str, handler: StreamHandler) -> None:
         """Let peers open `protocol`: `handler(peer_id, reader, writer)` runs for each stream, bounded in number and
-        time, and the stream is closed when it returns. Trouble with one stream ends only that stream."""
+        time, and the stream is closed when it returns. Trouble with one stream ends only that stream. A handler gets
+        its request by `reader.readexactly`: until that returned, the stream may have to make room for another."""
         if self._server is None:
-            self._server = await asyncio.start_unix_server(self._incoming, str(self._streams_path))
+            loop = asyncio.get_running_loop()
+            self._server = await loop.create_unix_server(
+                lambda: asyncio.StreamReaderProtocol(_RequestReader(loop=loop), self._incoming), str(self._streams_path)
+            )
         self._handlers[protocol] = handler
         request = p2pd_pb2.StreamHandlerRequest(
             addr=Multiaddr(f"/unix{self._streams_path}").to_bytes(), proto=[protocol], balanced=False
@@ -272,19 +285,19 @@ class Network:
     async def _incoming(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
+        assert isinstance(reader, _RequestReader)
         peer_id, ended_well = "", False
         try:
-            if len(self._streams) >= MAX_STREAMS:
+            if len(self._streams) >= 2 * MAX_STREAMS:  # p2pd names a stream's peer at once; until then it has no place
                 return
-            self._streams[task] = peer_id
+            self._streams[task] = stream = _Incoming(reader, writer)
             async with asyncio.timeout(CALL_SECONDS):
                 info = p2pd_pb2.StreamInfo.FromString(await read_message(reader, 4096))
             peer_id = base58.b58encode(info.peer).decode()
             handler = self._handlers.get(info.proto)
-            full = Counter(self._streams.values())[peer_id] >= MAX_STREAMS_PER_PEER
-            if handler is None or full or peer_id in self.denied:
+            if handler is None or peer_id in self.denied or not self._has_place(peer_id):
                 return
-            self._streams[task] = peer_id
+            stream.peer_id, reader.asked = peer_id, False
             async with asyncio.timeout(STREAM_SECONDS):
                 await handler(peer_id, reader, writer)
             ended_well = True
@@ -298,6 +311,20 @@ class Network:
                 writer.close()  # sends what is still buffered
             else:
                 writer.transport.abort()
+
+    def _has_place(self, peer_id: str) -> bool:
+        """Whether a new stream of this peer may be served; ends another's that has not sent its request if need be."""
+        named = [(task, stream) for task, stream in self._streams.items() if stream.peer_id]
+        if sum(stream.peer_id == peer_id for _, stream in named) >= MAX_STREAMS_PER_PEER:
+            return False
+        if len(named) < MAX_STREAMS:
+            return True
+        for task, stream in named:
+            if not stream.reader.asked:
+                del self._streams[task]
+                stream.writer.transport.abort()  # its handler meets the end of the stream
+                return True
+        return False
 
     # Gossip
 

@@ -115,6 +115,10 @@ class PeerBook:
         record.shunned = _decayed(record, now) <= FORGIVE_AT
         return not record.shunned
 
+    def unwelcome(self, now: float) -> set[str]:
+        """Ids of those not to talk to, as far as they are known: where `allow` is set, strangers are unwelcome too."""
+        return {*self.deny, *(peer_id for peer_id in self._peers if not self.welcome(peer_id, now))}
+
     def get(self, peer_id: str) -> PeerRecord | None:
         return self._peers.get(peer_id)
 

@@ -8,9 +8,10 @@ refused.
 
 import hashlib
 import math
+import os
 import statistics
 import time
-from collections import Counter
+from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -21,11 +22,10 @@ from sapo_node.rollouts import codec
 from sapo_node.rollouts.schema import Announcement
 from sapo_node.swarm import protocol
 
-MAX_KEYS: Final = 4096
-MAX_BYTES: Final = 8 * 1024 * 1024
+MAX_RECORDS: Final = 8192
 MAX_RECORDS_OF_SIGNER: Final = 2 * (protocol.MAX_EXPIRY_EPOCHS + protocol.MAX_EPOCHS_AHEAD + 1)
-"""What a holder keeps. Beyond that new records are refused; valid ones are never pushed out, or a flood could erase a
-swarm. An honest node writes one record an epoch, two when its shard changes; without a limit one key could fill all."""
+"""What a holder keeps; 8192 records have at most 8 MiB. An honest node writes one record an epoch, two when its shard
+changes; without a limit of its own one key could fill all."""
 
 _MEMO_ENTRIES: Final = 4096
 _SWEEP_SECONDS: Final = 5.0
@@ -129,35 +129,41 @@ def latest_expiry(epoch: int) -> float:
 
 
 class RecordStore:
-    """The records that this node holds for the swarm; bounded in keys, records a key and a signer, and bytes.
+    """The records that this node holds for the swarm; bounded in all, under a key and of a signer.
 
-    Records of `own_key` are exempt from the bounds: there are only as many as this node announces.
+    Identities are free, so whatever a full store prefers, a stranger could make. First come, first kept would let 256
+    new identities fill a shard of the coming epoch before it begins; newest kept would let them erase it. So the store
+    prefers by a draw: each signer has a rank, sha256 of a secret of this process and its public key, and the lowest
+    ranks stay. Nobody else knows them, each holder draws anew, and a flood of n identities among m honest ones costs
+    each honest one its place at a holder with probability n / (n + m) at most.
+
+    Records of `own_key` rank before all others and have no bound: there are only as many as this node announces.
     """
 
     def __init__(self, own_key: bytes, now: Callable[[], float] = time.time) -> None:
         self.own_key = own_key
         self._now = now
+        self._secret = os.urandom(32)
         self._shards: dict[bytes, dict[bytes, Record]] = {}
-        self._of_signer: Counter[bytes] = Counter()
-        self._bytes = 0
-        self._next_sweep = -math.inf
+        self._keys_of: dict[bytes, dict[bytes, None]] = {}  # signer -> where its records lie, the oldest first
+        self._ranking: list[tuple[bytes, bytes]] = []  # (rank, signer), sorted
+        self._records = 0
+        self._swept_at = -math.inf
 
     def __len__(self) -> int:
-        return sum(map(len, self._shards.values()))
+        return self._records
 
     def store(self, key: bytes, record: Record) -> bool:
-        """Keep a valid record under a 20-byte key. False if a newer one is here or there is no room."""
+        """Keep a valid record under a 20-byte key. False if a newer one is here or there is no room for this one."""
         self._sweep()
-        shard = self._shards.get(key, {})
-        old = shard.get(record.public_key)
+        old = self._shards.get(key, {}).get(record.public_key)
         if old is not None:
             if not record.is_newer_than(old):
                 return False
-            self._count(old, -1)
-        elif record.public_key != self.own_key and not self._has_room(key, shard, record):
+            self._drop(key, record.public_key)
+        elif not self._make_room(key, record.public_key):
             return False
-        self._shards.setdefault(key, shard)[record.public_key] = record
-        self._count(record, 1)
+        self._keep(key, record)
         return True
 
     def get(self, key: bytes) -> list[Record]:
@@ -165,30 +171,55 @@ class RecordStore:
         now = self._now()
         return [record for record in self._shards.get(key, {}).values() if record.expires_at > now]
 
-    def _has_room(self, key: bytes, shard: dict[bytes, Record], record: Record) -> bool:
-        return (
-            len(shard) < protocol.MAX_SUBKEYS
-            and (key in self._shards or len(self._shards) < MAX_KEYS)
-            and self._of_signer[record.public_key] < MAX_RECORDS_OF_SIGNER
-            and self._bytes + len(record.envelope) <= MAX_BYTES
-        )
+    def _rank(self, signer: bytes) -> bytes:
+        return b"" if signer == self.own_key else hashlib.sha256(self._secret + signer).digest()
 
-    def _count(self, record: Record, sign: int) -> None:
-        self._bytes += sign * len(record.envelope)
-        self._of_signer[record.public_key] += sign
-        if not self._of_signer[record.public_key]:
-            del self._of_signer[record.public_key]
+    def _make_room(self, key: bytes, signer: bytes) -> bool:
+        """Whether there is room for a record of a signer, at the cost of one that ranks after it if need be."""
+        if signer != self.own_key and len(self._keys_of.get(signer, ())) >= MAX_RECORDS_OF_SIGNER:
+            return False
+        rank = self._rank(signer)
+        shard = self._shards.get(key, {})
+        if len(shard) >= protocol.MAX_SUBKEYS:
+            last = max(shard, key=self._rank)
+            if self._rank(last) <= rank:
+                return False
+            self._drop(key, last)
+        elif self._records >= MAX_RECORDS:
+            last_rank, last = self._ranking[-1]
+            if last_rank <= rank:
+                return signer == self.own_key
+            self._drop(next(iter(self._keys_of[last])), last)
+        return True
+
+    def _keep(self, key: bytes, record: Record) -> None:
+        signer = record.public_key
+        self._shards.setdefault(key, {})[signer] = record
+        if signer not in self._keys_of:
+            self._keys_of[signer] = {}
+            insort(self._ranking, (self._rank(signer), signer))
+        self._keys_of[signer][key] = None
+        self._records += 1
+
+    def _drop(self, key: bytes, signer: bytes) -> None:
+        del self._shards[key][signer]
+        if not self._shards[key]:
+            del self._shards[key]
+        del self._keys_of[signer][key]
+        if not self._keys_of[signer]:
+            del self._keys_of[signer]
+            del self._ranking[bisect_left(self._ranking, (self._rank(signer), signer))]
+        self._records -= 1
 
     def _sweep(self) -> None:
+        """Drop what has expired, now and then: also at once when the clock was set back."""
         now = self._now()
-        if now < self._next_sweep:
+        if 0.0 <= now - self._swept_at < _SWEEP_SECONDS:
             return
-        self._next_sweep = now + _SWEEP_SECONDS
+        self._swept_at = now
         for key, shard in list(self._shards.items()):
-            for public_key in [p for p, record in shard.items() if record.expires_at <= now]:
-                self._count(shard.pop(public_key), -1)
-            if not shard:
-                del self._shards[key]
+            for signer in [signer for signer, record in shard.items() if record.expires_at <= now]:
+                self._drop(key, signer)
 
 
 class ShardSchedule:

@@ -34,6 +34,7 @@ log = structlog.get_logger(__name__)
 FIRST_PAUSE_SECONDS: Final = 1.0
 LONGEST_PAUSE_SECONDS: Final = 60.0
 SAVE_PEERS_SECONDS: Final = 30.0
+DENY_SECONDS: Final = 1.0  # between two looks at who is unwelcome
 PUBLISH_SECONDS: Final = 0.05  # between two looks at what waits to leave
 ADDRESS_SECONDS: Final = 2.0  # between two looks at our own addresses: a router may give us new ones
 
@@ -75,16 +76,18 @@ class SwarmService:
         self._outbox.put(groups)
 
     async def run(self, pool: Pool, card: ModelCard, want: Callable[[], int], consume: Consume) -> None:
-        """Keep a connection running until cancelled. Raises SapoError for a port that is taken."""
+        """Keep a connection running until cancelled. Raises SapoError for a port that is taken at the start; a port
+        that is lost later is waited for, since a node that trains must not end for it."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             started = time.monotonic()
             try:
                 await self._connection(pool, card, want, consume)
-            except* PortInUse as group:
-                raise SapoError(str(group.exceptions[0])) from group
             except* NetworkError as group:
-                log.warning("the network is down; training goes on", reason=str(group.exceptions[0]), again_in=pause)
+                error = _first(group)
+                if isinstance(error, PortInUse) and not self.connections:
+                    raise SapoError(str(error)) from error
+                log.warning("the network is down; training goes on", reason=str(error), again_in=pause)
             if time.monotonic() - started > LONGEST_PAUSE_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             await asyncio.sleep(pause)
@@ -103,9 +106,7 @@ class SwarmService:
         dht: SwarmDHT | None = None
         try:
             await self._tell_addresses(network)
-            dht = await SwarmDHT.start(
-                network, settings.name, initial_peers=[], store_for_others=settings.store_for_others
-            )
+            dht = await SwarmDHT.start(network, settings.name, store_for_others=settings.store_for_others)
             self._exchange = Exchange(
                 network,
                 dht,
@@ -124,6 +125,7 @@ class SwarmService:
             bootstrap = Bootstrap(network, dht, settings.initial_peers, self.book, self._tell_outcome)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._end_with_p2pd(network), name="p2pd")
+                group.create_task(self._deny_unwelcome(network), name="deny")
                 group.create_task(bootstrap.run(), name="bootstrap")
                 group.create_task(self._exchange.run(), name="exchange")
                 group.create_task(self._publish_loop(self._exchange, pool, card), name="publish")
@@ -139,6 +141,12 @@ class SwarmService:
 
     async def _end_with_p2pd(self, network: Network) -> None:
         raise NetworkError(await network.wait_dead())
+
+    async def _deny_unwelcome(self, network: Network) -> None:
+        """Keep whom the network answers in step with the peer book."""
+        while True:
+            network.denied = self.book.unwelcome(time.time())
+            await asyncio.sleep(DENY_SECONDS)
 
     async def _publish_loop(self, exchange: Exchange, pool: Pool, card: ModelCard) -> None:
         while True:
@@ -185,3 +193,12 @@ class SwarmService:
             save_peers(self._data.peers, self.book.best(time.time()))
         except OSError as error:
             log.warning("the peers met could not be saved", file=str(self._data.peers), reason=str(error))
+
+
+def _first(group: BaseExceptionGroup[NetworkError]) -> NetworkError:
+    """The first error of a group, however deep it lies."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    assert isinstance(error, NetworkError)
+    return error

@@ -1,7 +1,6 @@
 """Which task a node asks next: its mixture of tasks with weights, and the seeds that follow from its key."""
 
 import random
-from collections import Counter
 from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
@@ -31,10 +30,9 @@ class Mixture:
         self.entries = list(entries)
         self._cumulative = list(accumulate(entry.weight for entry in entries))
 
-    def choose(self, count: int, rng: random.Random) -> list[tuple[Entry, int]]:
-        """`count` draws, gathered: each drawn entry once, with how often it was drawn, in order of first draw."""
-        drawn = Counter(rng.choices(range(len(self.entries)), cum_weights=self._cumulative, k=count))
-        return [(self.entries[index], times) for index, times in drawn.items()]
+    def choose(self, count: int, rng: random.Random) -> list[int]:
+        """Positions of `count` independent draws, in their order: any first few of them are a random choice too."""
+        return rng.choices(range(len(self.entries)), cum_weights=self._cumulative, k=count)
 
 
 def load(settings: TasksSection) -> Mixture:

@@ -24,8 +24,13 @@ _KEPT = 16
 _MAX_ANSWER_CHARS = 16 * 1024
 
 _ARITHMETIC = re.compile(r"[0-9+\-*/(). ]{1,500}")
-_FORMULA = re.compile(r"[A-Z∧∨¬→↔() ]{1,1000}")
-_NAME_OF_LETTERS = re.compile(r"[A-Z] *[A-Z]")
+_NO_FORMULA = re.compile(r"[A-Z] *[A-Z]|(¬ *){4}")  # a name of letters, or pointless negation, the slowest to read
+_OPERATOR = re.compile(r"[∧∨¬→↔]")
+
+# The library reads a formula once for each operator, and once for each pair of parentheses, in steps of a microsecond.
+# Room for the conjunction of all premises of the hardest setting (6 premises of 7 operators), which is a right answer.
+_FORMULA = re.compile(r"[A-Z∧∨¬→↔() ]{1,288}")
+_MAX_OPERATORS = 48
 
 
 def item(name: str, config: Mapping[str, ConfigValue], seed: int) -> dict[str, Any]:
@@ -96,7 +101,11 @@ def _is_without_nan(answer: str, _: Mapping[str, Any]) -> bool:
 
 
 def _is_formula(answer: str, _: Mapping[str, Any]) -> bool:
-    return _FORMULA.fullmatch(answer) is not None and _NAME_OF_LETTERS.search(answer) is None
+    return (
+        _FORMULA.fullmatch(answer) is not None
+        and len(_OPERATOR.findall(answer)) <= _MAX_OPERATORS
+        and _NO_FORMULA.search(answer) is None
+    )
 
 
 def _is_truth_in_any_case(answer: str, made: Mapping[str, Any]) -> bool:
@@ -110,5 +119,6 @@ _MUST_FIT: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "complex_arithmetic": _is_without_nan,  # takes nan for right: min(1.0, nan) is 1.0
     "number_sorting": _is_without_nan,  # takes [NaN, NaN, NaN] for right: NaN is neither unsorted nor far off
     "spell_backward": _is_truth_in_any_case,  # adds up 1/length for each letter: more than 1 for some longer answers
-    "propositional_logic": _is_formula,  # tries 2^k assignments, where k counts whatever names the text holds
+    # tries 2^k assignments, where k counts whatever names the text holds; reads it with the square of its length
+    "propositional_logic": _is_formula,
 }

@@ -30,6 +30,17 @@ T = TypeVar("T")
 _AGAIN_SECONDS: Final = 0.2
 """The timer fires again after this: a bare `except` in a scorer swallows the first exception."""
 
+COSTLY_CPU_SECONDS: Final = 0.5
+"""Computing time from which work that ran out of time is itself to blame. With less, the machine was busy elsewhere.
+Answers to the offered tasks take less than 0.05 s."""
+
+
+class Fault(Struct, frozen=True):
+    """Why this process should be replaced, and whether what it was asked is to blame for certain."""
+
+    text: str
+    costly: bool
+
 
 class Draw(Struct, frozen=True):
     """Coordinates of a question."""
@@ -53,18 +64,19 @@ class Drawn(Struct, frozen=True, kw_only=True):
 
 
 class DrawReply(Struct, frozen=True, kw_only=True):
-    """The first questions of a request, at least one. `fault`: this process should be replaced, and why."""
+    """The first questions of a request, at least one; with a `fault` the last one is its cause."""
 
     drawn: list[Drawn]
-    fault: str = ""
+    fault: Fault | None = None
 
 
 class JudgeRequest(Struct, frozen=True, kw_only=True):
-    """Answers to one generated question, and the deadline for each (seconds)."""
+    """Answers to one generated question, the deadline for each and that for the question (seconds)."""
 
     draw: Draw
     texts: list[str]
     seconds: float
+    draw_seconds: float
 
 
 class RowRequest(Struct, frozen=True, kw_only=True):
@@ -77,11 +89,12 @@ class RowRequest(Struct, frozen=True, kw_only=True):
 
 
 class JudgeReply(Struct, frozen=True, kw_only=True):
-    """The question and the rewards of the first answers. With a `fault` the last reward belongs to its cause."""
+    """The question and the rewards of the first answers. With a `fault` the last reward belongs to its cause; without
+    rewards the question does."""
 
     drawn: Drawn
     rewards: list[float]
-    fault: str = ""
+    fault: Fault | None = None
 
 
 class AboutRequest(Struct, frozen=True):
@@ -92,21 +105,37 @@ class OutOfTime(BaseException):
     """Raised by the timer. No Exception, so that a scorer's `except Exception` does not take it for its own."""
 
 
-def within(seconds: float, work: Callable[[], T]) -> T:
-    """The result of `work`. Raises OutOfTime in the middle of it when it takes longer than `seconds`."""
+class TooMuch(Exception):
+    """Work was given up for its time or its memory."""
+
+    def __init__(self, fault: Fault) -> None:
+        super().__init__(fault.text)
+        self.fault = fault
+
+
+def within(seconds: float, what: str, work: Callable[[], T]) -> T:
+    """The result of `work`. Raises TooMuch in the middle of it when it takes longer than `seconds`, or when memory runs
+    out; `what` names it there."""
     running = True
 
     def ring(_signal: int, _frame: FrameType | None) -> None:
         if running:
             raise OutOfTime
 
+    began = time.process_time()
     signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds, _AGAIN_SECONDS)
     try:
-        return work()
-    finally:
-        running = False
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        try:
+            return work()
+        finally:
+            running = False
+            signal.setitimer(signal.ITIMER_REAL, 0)
+    except OutOfTime:
+        costly = time.process_time() - began >= COSTLY_CPU_SECONDS
+        raise TooMuch(Fault(f"{what} took longer than {seconds:g} s", costly)) from None
+    except MemoryError:
+        raise TooMuch(Fault(f"{what} ran out of memory", True)) from None
 
 
 def draw(request: DrawRequest) -> DrawReply:
@@ -123,7 +152,7 @@ def draw(request: DrawRequest) -> DrawReply:
 
 def judge(request: JudgeRequest) -> JudgeReply:
     """Generate the question and judge answers to it, strictly."""
-    grade, drawn, fault = _generate(request.draw, request.seconds)
+    grade, drawn, fault = _generate(request.draw, request.draw_seconds)
     if grade is None:
         return JudgeReply(drawn=drawn, rewards=[], fault=fault)
     return _judge(grade, drawn, request.texts, request.seconds)
@@ -137,21 +166,21 @@ def judge_row(request: RowRequest) -> JudgeReply:
     )
 
 
-def _generate(wanted: Draw, seconds: float) -> tuple[Callable[[str], float] | None, Drawn, str]:
+def _generate(wanted: Draw, seconds: float) -> tuple[Callable[[str], float] | None, Drawn, Fault | None]:
     """(how to grade an answer, the question, fault); no grader where there is no question."""
     from sapo_node.tasks import reasoning_gym as gym  # imported by `main`; at the top the node would import it too
 
     spec = wanted.spec
+    what = f"{spec.name} with seed {wanted.seed}"
     try:
         validate_spec(spec)
-        dataset = within(seconds, lambda: gym.open_dataset(spec.name, spec.config, wanted.seed))
-        made = within(seconds, lambda: gym.entry(dataset, spec.name, wanted.seed))
+        dataset = within(seconds, what, lambda: gym.open_dataset(spec.name, spec.config, wanted.seed))
+        made = within(seconds, what, lambda: gym.entry(dataset, spec.name, wanted.seed))
     except TaskRefused as error:
-        return None, Drawn(refused=str(error)), ""
-    except (OutOfTime, MemoryError) as error:
-        fault = f"{spec.name} with seed {wanted.seed} {_told(error, seconds)}"
-        return None, Drawn(refused=fault), fault
-    return (lambda text: gym.reward(dataset, spec.name, made, text)), Drawn(text=made["question"]), ""
+        return None, Drawn(refused=str(error)), None
+    except TooMuch as error:
+        return None, Drawn(refused=error.fault.text), error.fault
+    return (lambda text: gym.reward(dataset, spec.name, made, text)), Drawn(text=made["question"]), None
 
 
 def _judge(grade: Callable[[str], float], drawn: Drawn, texts: list[str], seconds: float) -> JudgeReply:
@@ -159,16 +188,12 @@ def _judge(grade: Callable[[str], float], drawn: Drawn, texts: list[str], second
     end = time.monotonic() + seconds
     for text in texts:
         try:
-            rewards.append(within(seconds, lambda text=text: grade(text)))  # type: ignore[misc]
-        except (OutOfTime, MemoryError) as error:
-            return JudgeReply(drawn=drawn, rewards=[*rewards, 0.0], fault=f"an answer {_told(error, seconds)}")
+            rewards.append(within(seconds, "an answer", lambda text=text: grade(text)))  # type: ignore[misc]
+        except TooMuch as error:
+            return JudgeReply(drawn=drawn, rewards=[*rewards, 0.0], fault=error.fault)
         if time.monotonic() > end:
             break
     return JudgeReply(drawn=drawn, rewards=rewards)
-
-
-def _told(error: BaseException, seconds: float) -> str:
-    return f"took longer than {seconds:g} s" if isinstance(error, OutOfTime) else "ran out of memory"
 
 
 def main() -> None:

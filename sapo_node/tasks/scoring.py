@@ -5,14 +5,19 @@ leaves the workers. What surrounds a worker, and what that does not cover, is to
 
 An answer that hangs, takes too much memory or kills its worker scores 0.0 and costs that worker: the next one starts
 fresh, and the other answers of the same job are judged all the same. When a job has lost MAX_FAULTS workers its
-remaining answers score 0.0 unseen, or one peer's batch could keep this node busy for hours.
+remaining answers score 0.0 unseen.
+
+Strangers' jobs are *strict*: the first answer that costs a worker ends the job with `CostlyGroup`, so that its sender
+can be blamed. They have less time an answer, and one call of theirs at a time stands in the queue: a job of this node
+waits for no more than that one.
 """
 
 import asyncio
+import contextlib
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Final, TypeVar
+from typing import Final, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -26,12 +31,13 @@ from sapo_node.tasks.scorer_worker import (
     Drawn,
     DrawReply,
     DrawRequest,
+    Fault,
     JudgeReply,
     JudgeRequest,
     RowRequest,
 )
 from sapo_node.tasks.verifiers import Verifier
-from sapo_node.workers import Worker, WorkerError
+from sapo_node.workers import CallFailed, Worker, WorkerError
 
 A = TypeVar("A")
 R = TypeVar("R")
@@ -40,8 +46,8 @@ Reply = TypeVar("Reply", DrawReply, JudgeReply)
 MAX_FAULTS: Final = 3
 """Workers that one job may cost. Honest answers rarely cost any."""
 
-MAX_WAITING: Final = 256
-"""Jobs that may wait for a worker. More means that the caller does not wait for answers; it is told at once."""
+STRICT_SECONDS: Final = 1.0
+"""Deadline for a stranger's answer, if not less is set for this node's own. Honest ones take less than 0.05 s."""
 
 MAX_TOGETHER: Final = 64
 """Questions or answers sent to a worker in one call."""
@@ -72,7 +78,11 @@ _SET = {
 
 
 class ScorersFailed(WorkerError):
-    """No scorer worker can be had: they do not start, or too many jobs wait."""
+    """No scorer worker can be had: they do not start."""
+
+
+class CostlyGroup(WorkerError):
+    """An answer or the question of a strict job ran out of time or memory by its own doing, or lost two workers."""
 
 
 class _Slot(Struct, eq=False):
@@ -80,8 +90,16 @@ class _Slot(Struct, eq=False):
     fresh: bool = False  # False: (re)start it before the next use
 
 
+class _Part(Struct, Generic[R]):
+    """Results of the first items of a call, and what went wrong with the last of them."""
+
+    results: list[R]
+    fault: Fault | None
+
+
 class ScorerPool:
-    """Scorer workers and the queue before them. Methods may be called concurrently.
+    """Scorer workers and the queue before them. Methods may be called concurrently, by any number of callers: the queue
+    holds a caller's turn and nothing else, and the callers are of this node, bounded by its settings.
 
     `answer_seconds` is the deadline for an answer and for a question; `module` is another worker's, for tests.
     `faults` counts lost workers, `restarts` the starts that replaced them, `last_fault` tells of the newest.
@@ -99,7 +117,12 @@ class ScorerPool:
             for n in range(workers)
         ]
         self._idle: asyncio.LifoQueue[_Slot] = asyncio.LifoQueue()
-        self._waiting = 0
+        self._strict_turn = asyncio.Semaphore(1)
+
+    @property
+    def missing_protection(self) -> list[str]:
+        """Layers of the sandbox that could not be put up, for people; known once `start` has returned."""
+        return [] if self.protection is None else self.protection.missing
 
     async def start(self) -> None:
         """Start all workers. Raises ScorersFailed with the reason when one does not start."""
@@ -121,40 +144,52 @@ class ScorerPool:
     async def questions(self, wanted: Sequence[tuple[TaskSpec, int]]) -> list[Question | TaskRefused]:
         """Many questions in few calls, in the order of `wanted`; where there is none, the reason in its place."""
 
-        async def ask(part: list[Draw]) -> tuple[list[Question | TaskRefused], str]:
+        async def ask(part: list[Draw]) -> _Part[Question | TaskRefused]:
             reply = await self._call("draw", DrawRequest(draws=part, seconds=self._seconds), DrawReply)
-            return [_question(drawn) for drawn in reply.drawn], reply.fault
+            return _Part([_question(drawn) for drawn in reply.drawn], reply.fault)
 
         draws = [Draw(spec, seed) for spec, seed in wanted]
         return await self._in_parts(draws, ask, lambda: TaskRefused(f"not generated: {self.last_fault}"))
 
-    async def judge(self, spec: TaskSpec, seed: int, texts: list[str]) -> Judged:
-        """Generate the question again and judge completions to it. Raises TaskRefused when there is no question."""
+    async def judge(self, spec: TaskSpec, seed: int, texts: list[str], *, strict: bool = False) -> Judged:
+        """Generate the question again and judge completions to it.
+
+        Raises TaskRefused when there is no question. A strict job raises CostlyGroup at the first fault that is the
+        group's own, and another WorkerError at one that may be this machine's.
+        """
         known: Question | None = None
 
-        async def ask(part: list[str]) -> tuple[list[float], str]:
+        async def ask(part: list[str]) -> _Part[float]:
             nonlocal known
-            request = JudgeRequest(draw=Draw(spec, seed), texts=part, seconds=self._seconds)
-            reply = await self._call("judge", request, JudgeReply)
+            request = JudgeRequest(
+                draw=Draw(spec, seed), texts=part, seconds=self._answer_seconds(strict), draw_seconds=self._seconds
+            )
+            reply = await self._call("judge", request, JudgeReply, strict)
             found = _question(reply.drawn)
             if isinstance(found, TaskRefused):
-                self._note_fault(reply.fault)
+                if reply.fault:
+                    self._note_fault(reply.fault.text)
+                    if strict and reply.fault.costly:
+                        raise CostlyGroup(reply.fault.text)
                 raise found
             known = found
-            return reply.rewards, reply.fault
+            return _Part(reply.rewards, reply.fault)
 
-        rewards = await self._in_parts(texts, ask, lambda: 0.0)
+        rewards = await self._in_parts(texts, ask, lambda: 0.0, strict)
         return Judged(question=known or await self.question(spec, seed), rewards=rewards)
 
-    async def judge_row(self, question: str, answer: str, verifier: Verifier, texts: list[str]) -> Judged:
-        """Judge completions to a row of a data set."""
+    async def judge_row(
+        self, question: str, answer: str, verifier: Verifier, texts: list[str], *, strict: bool = False
+    ) -> Judged:
+        """Judge completions to a row of a data set. Strict as in `judge`."""
 
-        async def ask(part: list[str]) -> tuple[list[float], str]:
-            request = RowRequest(truth=answer, verifier=verifier, texts=part, seconds=self._seconds)
-            reply = await self._call("judge_row", request, JudgeReply)
-            return reply.rewards, reply.fault
+        async def ask(part: list[str]) -> _Part[float]:
+            seconds = self._answer_seconds(strict)
+            request = RowRequest(truth=answer, verifier=verifier, texts=part, seconds=seconds)
+            reply = await self._call("judge_row", request, JudgeReply, strict)
+            return _Part(reply.rewards, reply.fault)
 
-        rewards = await self._in_parts(texts, ask, lambda: 0.0)
+        rewards = await self._in_parts(texts, ask, lambda: 0.0, strict)
         return Judged(question=Question(text=question, sha256=question_sha256(question)), rewards=rewards)
 
     async def eval_questions(self, spec: TaskSpec, want: int) -> list[tuple[int, Question]]:
@@ -175,8 +210,15 @@ class ScorerPool:
                         return list(found.values())
         return list(found.values())
 
+    def _answer_seconds(self, strict: bool) -> float:
+        return min(self._seconds, STRICT_SECONDS) if strict else self._seconds
+
     async def _in_parts(
-        self, items: list[A], ask: Callable[[list[A]], Awaitable[tuple[list[R], str]]], lost: Callable[[], R]
+        self,
+        items: list[A],
+        ask: Callable[[list[A]], Awaitable[_Part[R]]],
+        lost: Callable[[], R],
+        strict: bool = False,
     ) -> list[R]:
         """A result for each item. `ask` answers a beginning of what it is given, at least one, and names a fault.
 
@@ -188,41 +230,42 @@ class ScorerPool:
         while len(results) < len(items) and faults < MAX_FAULTS:
             part = items[len(results) : len(results) + (1 if alone else MAX_TOGETHER)]
             try:
-                answers, fault = await ask(part)
-                results += answers
-            except ScorersFailed:
+                answered = await ask(part)
+            except (ScorersFailed, CostlyGroup):
                 raise
             except WorkerError as error:
-                answers, fault = [], str(error)
-            if fault:
-                self._note_fault(fault)
+                self._note_fault(str(error))
+                if strict and isinstance(error, CallFailed):
+                    raise  # the worker lives and has a bug
+                if strict and alone:
+                    raise CostlyGroup(str(error)) from error
                 faults += 1
-                if alone and not answers:
+                if alone:
                     results.append(lost())
-                alone = not answers and not alone
+                alone = not alone
+                continue
+            results += answered.results
+            if answered.fault:
+                self._note_fault(answered.fault.text)
+                if strict:
+                    raise (CostlyGroup if answered.fault.costly else WorkerError)(answered.fault.text)
+                faults, alone = faults + 1, False
         return results + [lost() for _ in range(len(items) - len(results))]
 
     def _note_fault(self, fault: str) -> None:
-        if fault:
-            self.faults += 1
-            self.last_fault = fault
+        self.faults += 1
+        self.last_fault = fault
 
-    async def _call(self, method: str, request: Struct, result: type[Reply]) -> Reply:
-        async with self._borrowed() as slot:
+    async def _call(self, method: str, request: Struct, result: type[Reply], strict: bool = False) -> Reply:
+        async with self._strict_turn if strict else contextlib.nullcontext(), self._borrowed() as slot:
             slot.fresh = False  # unless it answers well: a call that fails or is cancelled leaves it in any state
             reply = await slot.worker.call(method, request, result, deadline=self._call_seconds)
-            slot.fresh = not reply.fault
+            slot.fresh = reply.fault is None
             return reply
 
     @asynccontextmanager
     async def _borrowed(self) -> AsyncIterator[_Slot]:
-        if self._waiting >= MAX_WAITING:
-            raise ScorersFailed(f"{MAX_WAITING} jobs already wait for a scorer; raise tasks.scorers, or send fewer")
-        self._waiting += 1
-        try:
-            slot = await self._idle.get()
-        finally:
-            self._waiting -= 1
+        slot = await self._idle.get()
         try:
             if not (slot.fresh and slot.worker.alive):
                 await self._restart(slot)

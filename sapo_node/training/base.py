@@ -83,12 +83,6 @@ class SaveRequest(Struct, frozen=True, kw_only=True):
     extra: dict[str, Any] = {}  # the node's own state, plain JSON values; `checkpoint.read_state` gives it back
 
 
-class RestoreRequest(Struct, frozen=True, kw_only=True):
-    """Asks the policy worker, already loaded, to go back to a checkpoint folder."""
-
-    path: str
-
-
 class Saved(Struct, frozen=True, kw_only=True):
     """A checkpoint that is on disk."""
 

@@ -5,7 +5,7 @@ completions without advantage need none, and micro-batches simply add up. Names:
 completions in the whole training batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,22 +25,28 @@ def completion_weight(
     advantage: float,
     truncated: bool,
     *,
-    local_weight: float = 1.0,
-    external_weight: float = 1.0,
     external_negative: NegativeRule = "keep",
     mask_truncated: bool = True,
 ) -> float:
-    """Weight of one completion in the weighted mean; 0 leaves it out of the sum and of the count.
+    """Weight of one completion in its stream's weighted mean; 0 leaves it out of the sum and of the count.
 
     A completion with zero advantage keeps its weight: it adds nothing to the sum but counts in the mean.
     """
     if truncated and mask_truncated:
         return 0.0
-    if origin == "local":
-        return local_weight
-    if advantage < 0 and external_negative != "keep":
-        return external_weight * (DOWNWEIGHT if external_negative == "downweight" else 0.0)
-    return external_weight
+    if origin == "external" and advantage < 0 and external_negative != "keep":
+        return DOWNWEIGHT if external_negative == "downweight" else 0.0
+    return 1.0
+
+
+def stream_shares(groups: Mapping[Origin, int], weights: Mapping[Origin, float]) -> dict[Origin, float]:
+    """What each stream's mean counts in the loss: its weight times its number of groups, over the sum of both.
+
+    Each stream is averaged by itself first. In one mean over all tokens a peer with long or many completions would
+    drown the node's own groups: I and J count groups, so groups share the loss.
+    """
+    total = sum(weights[origin] * count for origin, count in groups.items())
+    return {origin: weights[origin] * count / total if total else 0.0 for origin, count in groups.items()}
 
 
 def token_scales(weights: Sequence[float], lengths: Sequence[int], mean: LossMean, fixed_length: int) -> list[float]:

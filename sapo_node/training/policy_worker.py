@@ -3,7 +3,6 @@
 import time
 from pathlib import Path
 
-import msgspec
 import torch
 from safetensors import SafetensorError
 
@@ -12,16 +11,7 @@ from sapo_node.config import InferenceSection, TrainingSection
 from sapo_node.inference.base import SampledBatch
 from sapo_node.inference.sampling import check_sampling
 from sapo_node.training import checkpoint
-from sapo_node.training.base import (
-    LoadRequest,
-    ModelInfo,
-    RestoreRequest,
-    SampleRequest,
-    Saved,
-    SaveRequest,
-    StepRequest,
-    StepResult,
-)
+from sapo_node.training.base import LoadRequest, ModelInfo, SampleRequest, Saved, SaveRequest, StepRequest, StepResult
 from sapo_node.training.policy import load_policy
 from sapo_node.training.trainer import Trainer
 
@@ -30,7 +20,7 @@ class PolicyWorker:
     """The handlers, and the trainer they work on."""
 
     def __init__(self) -> None:
-        self._loaded: tuple[LoadRequest, Trainer] | None = None
+        self._loaded: Trainer | None = None
 
     def load(self, request: LoadRequest) -> ModelInfo:
         """Load a model, or a checkpoint of it. Raises Refused, told for people."""
@@ -55,11 +45,13 @@ class PolicyWorker:
         if folder is not None:
             try:
                 trainer.read(folder, version)
+            except torch.OutOfMemoryError:
+                raise  # a RuntimeError too, and no fault of the checkpoint
             except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
                 raise workers.Refused(
                     f"{folder} is damaged ({error}); remove it to go on from an older checkpoint"
                 ) from error
-        self._loaded = request, trainer
+        self._loaded = trainer
         return trainer.info()
 
     def sample(self, request: SampleRequest) -> SampledBatch:
@@ -77,31 +69,17 @@ class PolicyWorker:
         path = checkpoint.write(Path(request.directory), state, trainer.write, trainer.training.keep_checkpoints)
         return Saved(path=str(path), policy_version=trainer.version, seconds=time.monotonic() - started)
 
-    def restore(self, request: RestoreRequest) -> ModelInfo:
-        """Go back to a checkpoint, with the settings of the last `load`."""
-        if self._loaded is None:
-            raise workers.Refused("no model is loaded yet")
-        return self.load(msgspec.structs.replace(self._loaded[0], resume=request.path))
-
     @property
     def _trainer(self) -> Trainer:
         if self._loaded is None:
             raise workers.Refused("no model is loaded yet")
-        return self._loaded[1]
+        return self._loaded
 
 
 def main() -> None:
     """Serve until the node is gone."""
     worker = PolicyWorker()
-    workers.serve(
-        {
-            "load": worker.load,
-            "sample": worker.sample,
-            "step": worker.step,
-            "save": worker.save,
-            "restore": worker.restore,
-        }
-    )
+    workers.serve({"load": worker.load, "sample": worker.sample, "step": worker.step, "save": worker.save})
 
 
 if __name__ == "__main__":

@@ -3,16 +3,7 @@
 from pathlib import Path
 from typing import Any, Final
 
-from sapo_node.training.base import (
-    LoadRequest,
-    ModelInfo,
-    RestoreRequest,
-    Saved,
-    SaveRequest,
-    StepRequest,
-    StepResult,
-    TrainGroup,
-)
+from sapo_node.training.base import LoadRequest, ModelInfo, Saved, SaveRequest, StepRequest, StepResult, TrainGroup
 from sapo_node.workers import Worker
 
 POLICY_MODULE: Final = "sapo_node.training.policy_worker"
@@ -42,7 +33,3 @@ class RemoteTrainer:
         """Write a checkpoint into `directory`, with the node's own `extra` state beside the trainer's."""
         request = SaveRequest(directory=str(directory), extra=extra)
         return await self._worker.call("save", request, Saved, deadline=SAVE_SECONDS)
-
-    async def restore(self, path: Path) -> ModelInfo:
-        """Go back to a checkpoint."""
-        return await self._worker.call("restore", RestoreRequest(path=str(path)), ModelInfo, deadline=LOAD_SECONDS)

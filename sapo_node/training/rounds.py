@@ -19,7 +19,7 @@ from msgspec import Struct
 from sapo_node.config import NodeConfig
 from sapo_node.errors import SapoError
 from sapo_node.monitor.metrics import RoundRecord
-from sapo_node.rollouts.pool import Pool
+from sapo_node.rollouts.pool import Pool, PoolError
 from sapo_node.rollouts.sampling import NothingToDraw, SampledGroups, Sampling
 from sapo_node.tasks.base import TaskRefused
 from sapo_node.training.base import StepResult, TrainGroup
@@ -40,9 +40,9 @@ LONGEST_PAUSE_SECONDS: Final = 30.0
 EXPIRE_EVERY_ROUNDS: Final = 10
 
 
-FAULTS: Final = (PolicyLost, NothingToDraw, TaskRefused, WorkerError)
+FAULTS: Final = (PolicyLost, NothingToDraw, TaskRefused, WorkerError, PoolError)
 """What a batch or a round may fail on without ending the node: a worker that is restarted, a question that cannot be
-generated, an epoch whose indices are used up."""
+generated, an epoch whose indices are used up, a disk that is full for a while."""
 
 
 class RoundsFailed(SapoError):
@@ -227,7 +227,7 @@ def _with_extra(batch: SampledGroups, extra: SampledGroups) -> SampledGroups:
         rewards_first_drawn=batch.rewards_first_drawn,
         tokens=batch.tokens + extra.tokens,
         seconds=batch.seconds + extra.seconds,
-        published=batch.published,
+        published=batch.published + extra.published,
     )
 
 

@@ -22,7 +22,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import fmean
-from typing import Final, Literal
+from typing import Final
 
 from msgspec import Struct
 
@@ -67,7 +67,6 @@ class RoundPlan(Struct, frozen=True, kw_only=True):
     peer_cap: int  # most external groups of one peer; the number wanted where there is no cap
     dropped_zero_advantage: int  # fresh external candidates whose rewards are all equal
     dropped_stale: int  # external candidates too old or used up
-    external_negative: Literal["keep", "drop", "downweight"]  # for the loss, which only sees the plan
 
 
 Strategy = Callable[[Sequence[Candidate]], list[float]]
@@ -193,7 +192,6 @@ def plan_round(
         peer_cap=cap,
         dropped_zero_advantage=len(fresh) - len(usable),
         dropped_stale=len(external) - len(fresh),
-        external_negative=training.external_negative,
     )
 
 

@@ -3,7 +3,7 @@
 A worker that died, hung or ran out of memory is started again with a growing pause and continues from the newest
 checkpoint; the call that met the fault raises `PolicyLost`, and its caller goes on with the next batch or round. Only
 MAX_FAULTS in a row without a completed step mean that it is no use: then `PolicyFailed` takes the node down with the
-reason.
+reason. A process that could not load its model is ended at once: it is alive, but there is no policy in it.
 """
 
 import asyncio
@@ -45,15 +45,25 @@ class Policy:
 
     takes_turns: Final = True  # sampling and stepping share one queue, so a batch has exactly one version
 
-    def __init__(self, config: NodeConfig, checkpoints: Path | None) -> None:
-        """`checkpoints` is the folder to resume from and to save into; None: neither."""
+    def __init__(
+        self, config: NodeConfig, checkpoints: Path | None, on_restart: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
+        """`checkpoints` is the folder to resume from and to save into; None: neither.
+
+        `on_restart` is awaited each time the worker came back, before any call goes on: `version` may be lower than it
+        was, and what was sampled by the steps that are lost must be forgotten before the count reaches them again. It
+        must not call this policy; what it raises, the call that found the worker gone raises.
+        """
         self._config = config
         self._checkpoints = checkpoints
+        self._on_restart = on_restart
         self._worker = Worker("policy", POLICY_MODULE, start_seconds=IMPORT_SECONDS)
         self._trainer = RemoteTrainer(self._worker)
         self._engine = TransformersEngine(self._worker)
         self._starting = asyncio.Lock()
-        self._faults = 0
+        self._loaded = False
+        self._faults = 0  # in a row
+        self._lost = -1  # the last of the `restarts` whose end was counted as a fault; several calls may meet one end
         self.info: ModelInfo | None = None
         self.version = 0
         self.restarts = 0
@@ -67,9 +77,8 @@ class Policy:
         """Load the model, from the newest checkpoint where there is one. Raises Refused or PolicyFailed."""
         try:
             return await self._load()
-        except WorkerError as error:
-            await self._worker.stop(grace=0)
-            raise PolicyFailed(str(error)) from error
+        except (WorkerError, OSError) as error:
+            raise PolicyFailed(f"the policy cannot be loaded: {error}") from error
 
     async def sample(self, questions: list[str], params: SamplingParams) -> SampledBatch:
         """Draw completions. Raises PolicyLost or PolicyFailed."""
@@ -95,46 +104,66 @@ class Policy:
 
     async def _guarded(self, call: Callable[[], Awaitable[T]]) -> T:
         await self._revive()
+        life = self.restarts
         try:
             return await call()
         except CallFailed:
             raise  # the worker lives: a fault of the request or of ours, which a restart would only hide
-        except WorkerError as error:
-            self._count_fault(error)
-            raise PolicyLost(str(error)) from error
+        except (Refused, WorkerError) as error:
+            if isinstance(error, Refused):  # settings are refused by `load` only, so the worker lost what that gave it
+                await self._end()
+            if life > self._lost:
+                self._lost = life
+                self._count_fault(error)
+            raise PolicyLost(f"the policy worker was lost: {error}") from error
 
     async def _revive(self) -> None:
-        """Start the worker again if it is gone; others that call meanwhile wait for it."""
+        """Start the worker again if it is gone; others that call meanwhile wait for it.
+
+        A refusal counts as a fault like any other: the same settings were good before, so it may well be the moment
+        (memory, disk) that is not.
+        """
         async with self._starting:
-            while not self._worker.alive:
+            while not (self._loaded and self._worker.alive):
                 pause = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2 ** max(0, self._faults - 1))
                 await asyncio.sleep(pause)
                 try:
                     info = await self._load()
-                except Refused as error:
-                    raise PolicyFailed(f"the policy worker does not come back: {error}") from error
-                except WorkerError as error:
+                except (Refused, WorkerError, OSError) as error:
                     self._count_fault(error)
                     continue
                 self.restarts += 1
                 log.warning("the policy worker is back", continues_from_version=info.policy_version)
+                if self._on_restart is not None:
+                    await self._on_restart()
 
-    def _count_fault(self, error: WorkerError) -> None:
+    def _count_fault(self, error: Exception) -> None:
         self._faults += 1
         log.error("the policy worker failed", reason=str(error), faults_in_a_row=self._faults)
         if self._faults >= MAX_FAULTS:
             raise PolicyFailed(f"the policy worker failed {self._faults} times in a row: {error}") from error
 
     async def _load(self) -> ModelInfo:
-        await self._worker.start()
-        newest = checkpoint.latest(self._checkpoints) if self._checkpoints else None
-        request = LoadRequest(
-            training=self._config.training.model_dump(mode="json"),
-            inference=self._config.inference.model_dump(mode="json"),
-            seed=self._config.node.seed,
-            threads=self._config.node.threads,
-            resume=str(newest) if newest else None,
-        )
-        self.info = await self._trainer.load(request)
+        """Start the worker and load. Raises Refused, WorkerError or OSError; then no process is left."""
+        self._loaded = False
+        try:
+            await self._worker.start()
+            newest = checkpoint.latest(self._checkpoints) if self._checkpoints else None
+            request = LoadRequest(
+                training=self._config.training.model_dump(mode="json"),
+                inference=self._config.inference.model_dump(mode="json"),
+                seed=self._config.node.seed,
+                threads=self._config.node.threads,
+                resume=str(newest) if newest else None,
+            )
+            self.info = await self._trainer.load(request)
+        except BaseException:  # also when cancelled: a worker without a model is of no use to anyone
+            await self._end()
+            raise
+        self._loaded = True
         self.version = self.info.policy_version
         return self.info
+
+    async def _end(self) -> None:
+        self._loaded = False
+        await self._worker.stop(grace=0)

@@ -42,7 +42,7 @@ from sapo_node.training.advantages import advantages
 from sapo_node.training.base import ModelInfo, Origin, StepResult, TrainGroup
 from sapo_node.training.encoding import Untrainable
 from sapo_node.training.logprobs import token_logprobs
-from sapo_node.training.loss import completion_weight, surrogate, token_scales
+from sapo_node.training.loss import completion_weight, stream_shares, surrogate, token_scales
 from sapo_node.training.packing import MAX_PACKED_TOKENS, Piece, micro_batches, pack, pad, split
 from sapo_node.training.policy import EMBEDDED, LARGE_LR, LARGE_PARAMS, Policy, default_lr, public_name, singles
 
@@ -50,6 +50,9 @@ MICRO_BATCH_SECONDS = 600.0  # longest forward and backward pass; 16,384 tokens 
 
 # Another tokenizer may need more tokens for a text; beyond this an external completion counts as cut by length.
 EXTERNAL_LENGTH = 2
+
+# Characters a token stands for at most, as far as a text is read; runs of blanks in large vocabularies come near.
+MAX_TOKEN_CHARS = 64
 
 
 @dataclass
@@ -224,16 +227,20 @@ class Trainer:
         if len(prompt) > self.max_prompt:
             raise Untrainable(f"its prompt has {len(prompt)} tokens; at most {self.max_prompt} are taken")
         values = advantages(group.rewards, self.training.advantage)
-        textual = [one for one in group.completions if one.token_ids is None]
-        encoded = iter(self.policy.encoder.completions([c.text for c in textual], [c.finish for c in textual]))
         room = self.policy.max_length - len(prompt)
+        external_limit = min(room, EXTERNAL_LENGTH * self.inference.max_completion_tokens)
+        textual = [one for one in group.completions if one.token_ids is None]
+        # Cut before encoding: a stranger's megabyte of text would cost seconds and be cut afterwards.
+        texts = [one.text[: MAX_TOKEN_CHARS * external_limit] for one in textual]
+        encoded = iter(self.policy.encoder.completions(texts, [one.finish for one in textual]))
         rows = []
         for completion, advantage in zip(group.completions, values, strict=True):
             tokens, limit = completion.token_ids, room
             if tokens is None:
-                tokens = next(encoded)
-                limit = min(room, EXTERNAL_LENGTH * self.inference.max_completion_tokens)
-            cut = len(tokens) > limit
+                tokens, limit = next(encoded), external_limit
+            cut = len(tokens) > limit or (
+                completion.token_ids is None and len(completion.text) > MAX_TOKEN_CHARS * external_limit
+            )
             rows.append(
                 Row(
                     origin=group.origin,
@@ -251,24 +258,29 @@ class Trainer:
     def _weigh(self, rows: Sequence[Row]) -> None:
         """Set every row's weight and scale."""
         settings = self.training
+        streams: dict[Origin, list[Row]] = {"local": [], "external": []}
         for row in rows:
             row.weight = completion_weight(
                 row.origin,
                 row.advantage,
                 row.truncated,
-                local_weight=settings.local_weight,
-                external_weight=settings.external_weight,
                 external_negative=settings.external_negative,
                 mask_truncated=settings.mask_truncated,
             )
-        scales = token_scales(
-            [row.weight for row in rows],
-            [len(row.tokens) for row in rows],
-            settings.loss_mean,
-            self.inference.max_completion_tokens,
+            streams[row.origin].append(row)
+        shares = stream_shares(
+            {origin: len({row.group_id for row in stream}) for origin, stream in streams.items()},
+            {"local": settings.local_weight, "external": settings.external_weight},
         )
-        for row, scale in zip(rows, scales, strict=True):
-            row.scale = scale
+        for origin, stream in streams.items():
+            scales = token_scales(
+                [row.weight for row in stream],
+                [len(row.tokens) for row in stream],
+                settings.loss_mean,
+                self.inference.max_completion_tokens,
+            )
+            for row, scale in zip(stream, scales, strict=True):
+                row.scale = shares[origin] * scale
 
     def _backward(self, rows: Sequence[Row], sums: dict[Origin, Sums]) -> Gradients:
         """Leave the gradient of all rows in the parameters; measure its parts if asked to."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from sapo_node.config import RolloutsSection, TaskEntry, TasksSection
+from sapo_node.config import NodeConfig, RolloutsSection, TaskEntry, TasksSection
 from sapo_node.identity import Identity
+from sapo_node.rollouts.arrivals import Arrivals
 from sapo_node.rollouts.codec import Opened, encode_batch, open_batch
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.schema import Batch, Completion, Group, ModelCard, TaskRef
 from sapo_node.rollouts.verify import Reason, Verified, Verifier
 from sapo_node.swarm import protocol
+from sapo_node.swarm.exchange import Received
+from sapo_node.swarm.peers import PeerBook
 from sapo_node.tasks import catalog, mixture
 from sapo_node.tasks.base import Judged, TaskSpec, config_hash, is_eval_question, question_sha256
 from sapo_node.tasks.scoring import ScorerPool
@@ -38,12 +42,12 @@ class Node:
         self.tasks = TasksSection(mixture=[TaskEntry(name="basic_arithmetic")])
         self.judged: list[TaskSpec] = []
 
-    async def judge(self, spec: TaskSpec, seed: int, texts: list[str]) -> Judged:
+    async def judge(self, spec: TaskSpec, seed: int, texts: list[str], *, strict: bool) -> Judged:
         self.judged.append(spec)
-        return await self.scorers.judge(spec, seed, texts)
+        return await self.scorers.judge(spec, seed, texts, strict=strict)
 
-    async def judge_row(self, question: str, answer: str, verifier: Any, texts: list[str]) -> Judged:
-        return await self.scorers.judge_row(question, answer, verifier, texts)
+    async def judge_row(self, question: str, answer: str, verifier: Any, texts: list[str], *, strict: bool) -> Judged:
+        return await self.scorers.judge_row(question, answer, verifier, texts, strict=strict)
 
     def verify(self, *groups: Group, now: float = NOW, sender: Identity | None = None, **options: Any) -> Verified:
         opened = envelope(sender or self.sender, *groups)
@@ -224,6 +228,7 @@ def test_bad_coordinates_never_reach_a_scorer(node: Node, changes: dict[str, Any
         (Reason.OTHER_QUESTION, "ignore"),
         (Reason.WRONG_HASH, "reject"),
         (Reason.OUT_OF_BOUNDS, "reject"),
+        (Reason.COSTLY, "reject"),
     ],
 )
 def test_only_what_no_honest_node_sends_is_rejected(reason: Reason, outcome: str) -> None:
@@ -259,8 +264,8 @@ def test_only_the_mixture_if_the_owner_says_so(node: Node) -> None:
 
 
 def test_what_is_not_judged_within_the_deadline_is_out_of_time(node: Node) -> None:
-    async def slow(spec: TaskSpec, seed: int, texts: list[str]) -> Judged:
-        judged = await node.scorers.judge(spec, seed, texts)
+    async def slow(spec: TaskSpec, seed: int, texts: list[str], *, strict: bool) -> Judged:
+        judged = await node.scorers.judge(spec, seed, texts, strict=strict)
         if len(node.judged) == 1:
             await asyncio.sleep(60)
         node.judged.append(spec)
@@ -273,12 +278,67 @@ def test_what_is_not_judged_within_the_deadline_is_out_of_time(node: Node) -> No
 
 
 def test_a_dead_scorer_is_not_the_senders_fault(node: Node) -> None:
-    async def dead(spec: TaskSpec, seed: int, texts: list[str]) -> Judged:
+    async def dead(spec: TaskSpec, seed: int, texts: list[str], *, strict: bool) -> Judged:
         raise WorkerDied("gone")
 
     node.judge = dead  # type: ignore[method-assign]
     verified = node.verify(node.group())
     assert (verified.reasons, verified.outcome) == ([Reason.UNSCORED], "ignore")
+
+
+HANGS = "all(True for _ in iter(int, 1))"
+
+
+@pytest.fixture
+def unguarded(node: Node) -> Iterator[Node]:
+    """A node whose scorers evaluate answers, so that some of them can hang."""
+    node.scorers = ScorerPool(1, 2.0, module="tests.tasks.unguarded_worker")
+    node.runner.run(node.scorers.start())
+    yield node
+    node.runner.run(node.scorers.close())
+
+
+def hanging(node: Node, index: int) -> Group:
+    """A group of the sender whose answers hang a scorer."""
+    task = task_ref(name="binary_matrix", config={"max_n": 3}, index=index)
+    question = node.runner.run(node.scorers.question(spec_of(task), node.seed(task)))
+    return group_of(task, question.sha256, *[HANGS] * 8)
+
+
+@pytest.mark.slow
+def test_a_batch_ends_at_the_first_group_that_costs_a_scorer(unguarded: Node) -> None:
+    started = time.monotonic()
+    groups = [hanging(unguarded, index) for index in range(3)]
+    verified = unguarded.verify(unguarded.group(), *groups, junk(epoch=EPOCH - 20))
+    beside = Reason.BESIDE_REJECTED
+    assert verified.reasons == [beside, Reason.COSTLY, beside, beside, Reason.STALE]
+    assert (verified.outcome, verified.groups) == ("reject", [])
+    assert unguarded.scorers.faults == 1
+    assert time.monotonic() - started < 4
+
+
+@pytest.mark.slow
+def test_who_sends_costly_groups_is_shunned_and_what_still_comes_is_not_judged(unguarded: Node) -> None:
+    now = time.time()
+    unguarded_epoch = protocol.epoch_of(now)
+    book = PeerBook()
+    arrivals = Arrivals(
+        NodeConfig(),
+        unguarded.me,
+        mixture.load(unguarded.tasks),
+        unguarded.scorers,
+        unguarded.pool,
+        book,
+    )
+    arrivals._verifier._swarm = SWARM
+    for index in range(8):
+        task = task_ref(name="binary_matrix", config={"max_n": 3}, index=index, epoch=unguarded_epoch)
+        group = group_of(task, b"\xff" * 32, *[HANGS] * 8)
+        opened = envelope(unguarded.sender, group)
+        received = Received(opened=opened, size=1000, peer_id=unguarded.sender.peer_id, via="stream", seconds=0.0)
+        unguarded.runner.run(arrivals._take(received))
+    assert not book.welcome(unguarded.sender.peer_id, now)
+    assert unguarded.scorers.faults == arrivals.reasons[Reason.COSTLY] == 4
 
 
 def dataset_group(node: Node, rows: int = 40, keep: bool = True) -> tuple[Group, int]:

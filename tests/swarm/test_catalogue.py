@@ -89,6 +89,22 @@ def test_a_failed_peer_rests_longer_each_time_and_the_batch_is_given_up() -> Non
     assert c.take(now) is None
 
 
+def test_a_clock_that_was_set_back_does_not_lengthen_a_rest() -> None:
+    c = make()
+    add(c, "a", listing(1))
+    wanted = c.take(NOW)
+    assert wanted is not None
+    c.failed(wanted, NOW)
+    assert c.available(NOW) == 0
+    assert c.available(NOW - 3600) > 0
+
+
+def test_a_clock_that_was_set_back_does_not_keep_the_gone() -> None:
+    c = make()
+    add(c, "a", listing(1))
+    assert c.peers(NOW - 3600) == []
+
+
 def test_own_stale_future_and_old_announcements_are_no_news() -> None:
     c = make()
     epoch = protocol.epoch_of(NOW)

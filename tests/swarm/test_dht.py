@@ -201,15 +201,6 @@ def test_signers_count_decides_which_record_stays() -> None:
     assert [r.announcement.seq for r in store.get(b"k")] == [3]
 
 
-def test_full_store_refuses_strangers_but_not_updates_or_own_records() -> None:
-    store = RecordStore(b"own", Clock(100))
-    assert all(store.store(b"k", record(signer(i))) for i in range(protocol.MAX_SUBKEYS))
-    assert not store.store(b"k", record(b"stranger"))
-    assert store.store(b"k", record(signer(0), seq=2))
-    assert store.store(b"k", record(b"own"))
-    assert len(store.get(b"k")) == protocol.MAX_SUBKEYS + 1
-
-
 def test_one_signer_cannot_fill_the_store() -> None:
     store = RecordStore(b"own", Clock(100))
     taken = sum(store.store(b"key %d" % i, record(b"greedy")) for i in range(1000))
@@ -217,25 +208,91 @@ def test_one_signer_cannot_fill_the_store() -> None:
     assert store.store(b"key 999", record(b"modest"))
 
 
-def test_store_is_bounded_in_keys_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_KEYS", 3)
-    monkeypatch.setattr(records, "MAX_BYTES", 1000)
+def fill(store: RecordStore, signers: range) -> None:
+    for i in signers:
+        store.store(b"k", record(signer(i)))
+
+
+def held(store: RecordStore) -> set[bytes]:
+    return {r.public_key for r in store.get(b"k")}
+
+
+def test_a_flood_ahead_of_the_others_locks_nobody_out_for_sure() -> None:
     store = RecordStore(b"own", Clock(100))
-    assert [store.store(b"%d" % i, record(signer(i))) for i in range(5)] == [True] * 3 + [False] * 2
-    assert not store.store(b"0", record(signer(9), size=701))
-    assert store.store(b"0", record(signer(9), size=700))
+    flood, honest = range(protocol.MAX_SUBKEYS), range(1000, 1000 + protocol.MAX_SUBKEYS)
+    fill(store, flood)
+    fill(store, honest)
+    kept = held(store) & {signer(i) for i in honest}
+    assert 64 < len(kept) < 192, "about half, by the draw"
+
+
+def test_who_stays_does_not_depend_on_who_came_first() -> None:
+    one, other = RecordStore(b"own", Clock(100)), RecordStore(b"own", Clock(100))
+    other._secret = one._secret
+    fill(one, range(600))
+    fill(other, range(599, -1, -1))
+    assert held(one) == held(other)
+
+
+def test_each_holder_draws_anew() -> None:
+    one, other = RecordStore(b"own", Clock(100)), RecordStore(b"own", Clock(100))
+    fill(one, range(600))
+    fill(other, range(600))
+    assert held(one) != held(other)
+
+
+def test_full_key_takes_updates_and_own_records() -> None:
+    store = RecordStore(b"own", Clock(100))
+    fill(store, range(protocol.MAX_SUBKEYS))
+    assert store.store(b"k", record(signer(0), seq=2))
+    assert store.store(b"k", record(b"own"))
+    fill(store, range(1000, 3000))
+    assert b"own" in held(store)
+    assert len(store) == len(held(store)) == protocol.MAX_SUBKEYS, "not one more, or readers would pass one over"
+
+
+def test_full_store_prefers_by_the_same_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_RECORDS", 4)
+    store = RecordStore(b"own", Clock(100))
+    signers_of = [signer(i) for i in range(40)]
+    for i, s in enumerate(signers_of):
+        store.store(b"%d" % i, record(s))
+    assert len(store) == 4
+    best = sorted(signers_of, key=store._rank)[:4]
+    assert {r.public_key for i in range(40) for r in store.get(b"%d" % i)} == set(best)
+    assert store.store(b"k", record(b"own"))
+    assert len(store) == 4
+    assert {r.public_key for i in range(40) for r in store.get(b"%d" % i)} == set(best[:3])
+
+
+def test_own_records_are_always_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_RECORDS", 4)
+    store = RecordStore(b"own", Clock(100))
+    assert all(store.store(b"%d" % i, record(b"own")) for i in range(50))
 
 
 def test_expired_records_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MAX_BYTES", 100)
+    monkeypatch.setattr(records, "MAX_RECORDS", 1)
     clock = Clock(100)
     store = RecordStore(b"own", clock)
-    assert store.store(b"k", record(b"a", expires_at=3010.0))
-    assert not store.store(b"k", record(b"b"))
+    first, last = sorted((b"a", b"b"), key=store._rank)
+    assert store.store(b"k", record(first, expires_at=3010.0))
+    assert not store.store(b"k", record(last))
     clock.time = 3011.0
     assert store.get(b"k") == []
-    assert store.store(b"k", record(b"b"))
+    assert store.store(b"k", record(last))
     assert len(store) == 1
+
+
+def test_expired_records_make_room_also_after_the_clock_was_set_back() -> None:
+    clock = Clock(1000)
+    store = RecordStore(b"own", clock)
+    store.store(b"k", record(b"a", expires_at=clock.time + 60))  # sweeps
+    clock.time -= 3600
+    store.store(b"k", record(b"b", expires_at=clock.time + 10))
+    clock.time += 11
+    store.store(b"k", record(b"c", expires_at=clock.time + 60))
+    assert len(store) == 2
 
 
 # Which shard
@@ -504,7 +561,7 @@ def test_denied_peer_can_neither_store_nor_read(on_loopback: Any) -> None:
         a.network.denied.add(b.network.peer_id)
         assert await a.announce(epoch, 0)
         await b.announce(epoch, 0)
-        assert a.dht.held() == 1
+        assert len(a.dht._protocol.records) == 1
         assert signers(await b.dht.read(epoch, 0, 0)) == [b.identity.public_key]
         assert signers(await a.dht.read(epoch, 0, 0)) == [a.identity.public_key]
 
@@ -558,7 +615,7 @@ async def attack_and_check(loopback: Any, attack: Callable[[Attacker, int, bytes
         async with asyncio.timeout(5):
             found = signers(await node.dht.read(epoch, 0, 0))
         assert found == sorted(node.identity.public_key for node in nodes)
-        assert node.dht.held() == 2
+        assert len(node.dht._protocol.records) == 2
         assert await node.network.peers()
     # The control: the same call with nothing wrong about it is taken.
     honest = packed(envelope(attacker.identity, epoch))

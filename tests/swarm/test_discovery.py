@@ -3,6 +3,8 @@
 import math
 import random
 
+import pytest
+
 from sapo_node.swarm import discovery, protocol
 from sapo_node.swarm.discovery import AnnouncePlan, choose_shards
 from sapo_node.swarm.records import latest_expiry
@@ -15,62 +17,68 @@ def plan() -> AnnouncePlan:
 
 
 def test_nothing_is_announced_without_a_batch() -> None:
-    assert plan().due(fresh=False) == math.inf
-    assert plan().due(fresh=True) == math.inf
+    assert plan().pause(False, START, 0.0) == math.inf
+    assert plan().pause(True, START, 0.0) == math.inf
 
 
 def test_the_first_announcement_goes_out_at_once() -> None:
     p = plan()
     p.published()
-    assert p.due(fresh=True) <= START
+    assert p.pause(True, START, 0.0) == 0.0
 
 
 def test_announcements_are_three_seconds_apart() -> None:
     p = plan()
     p.published()
-    p.started(START)
+    p.started(START, 7.0)
     p.published()
-    assert p.due(fresh=True) == START + discovery.REWRITE_SECONDS
-
-
-def test_a_batch_published_while_an_announcement_is_written_is_not_forgotten() -> None:
-    p = plan()
-    p.published()
-    p.started(START)
-    p.published()
-    assert p.due(fresh=True) < START + protocol.EPOCH_SECONDS
+    assert p.pause(True, START, 7.0) == discovery.REWRITE_SECONDS
+    assert p.pause(True, START + 2, 9.0) == discovery.REWRITE_SECONDS - 2
 
 
 def test_it_is_rewritten_soon_after_each_new_epoch_while_a_batch_is_fresh() -> None:
     p = plan()
     p.published()
-    p.started(START)
+    p.started(START, 0.0)
+    tick = 0.0
     for n in (1, 2):
-        epoch_begins = START + n * protocol.EPOCH_SECONDS
-        due = p.due(fresh=True)
-        assert epoch_begins <= due <= epoch_begins + discovery.REWRITE_SECONDS
-        p.started(due)
-    assert p.due(fresh=False) == math.inf
+        due = tick + p.pause(True, START + tick, tick)
+        assert 0.0 <= due - n * protocol.EPOCH_SECONDS <= discovery.REWRITE_SECONDS
+        tick = due
+        p.started(START + tick, tick)
+    assert p.pause(False, START + tick, tick) == math.inf
 
 
 def test_a_failed_announcement_is_repeated() -> None:
     p = plan()
     p.published()
-    p.started(START)
+    p.started(START, 0.0)
     p.failed()
-    assert p.due(fresh=True) == START + discovery.REWRITE_SECONDS
+    assert p.pause(True, START, 0.0) == discovery.REWRITE_SECONDS
+
+
+@pytest.mark.parametrize("published", [True, False])
+@pytest.mark.parametrize("step", [-3600.0, 3600.0])
+def test_a_clock_that_is_set_does_not_silence_a_node(published: bool, step: float) -> None:
+    p = plan()
+    p.published()
+    p.started(START, 0.0)
+    if published:
+        p.published()
+    assert p.pause(True, START + step, 0.0) <= discovery.REWRITE_SECONDS
+    assert p.pause(True, START + step + discovery.REWRITE_SECONDS, discovery.REWRITE_SECONDS) == 0.0
 
 
 def test_each_record_expires_strictly_later_also_when_the_clock_steps_back() -> None:
     p = plan()
-    expiries = [p.started(now) for now in (START, START + 3, START - 60, START - 57)]
+    expiries = [p.started(now, 0.0) for now in (START, START + 3, START - 60, START - 57)]
     assert sorted(set(expiries)) == expiries
 
 
 def test_records_expire_within_the_limit_of_holders_whatever_the_clock_does() -> None:
     p = plan()
     for now in (START, START - 3600):
-        assert now < p.started(now) <= latest_expiry(protocol.epoch_of(now))
+        assert now < p.started(now, 0.0) <= latest_expiry(protocol.epoch_of(now))
 
 
 def test_a_look_opens_this_epoch_the_last_and_a_neighbouring_k() -> None:

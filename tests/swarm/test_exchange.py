@@ -77,7 +77,7 @@ class Member:
 async def enter(loopback: Loopback, name: str, first: Member | None) -> tuple[Network, SwarmDHT]:
     """Start a node's network and DHT; it enters the swarm by `first`."""
     initial = [await loopback.address_of(first.network)] if first else []
-    network = await loopback.start(name, initial_peers=initial)
+    network = await loopback.start(name)
     return network, await SwarmDHT.start(network, SWARM, initial_peers=initial)
 
 
@@ -132,6 +132,50 @@ def test_with_hints_batches_arrive_at_once(on_loopback: OnLoopback) -> None:
         await a.exchange.publish(make_batch(a.identity))
         await until(lambda: b.received and c.received, 2.0)
         assert {r.via for m in (b, c) for r in m.received} == {"hint"}
+
+    on_loopback(body)
+
+
+def pushed(identity: Identity, prefix: int | None = None) -> bytes:
+    """An announcement at k = 8, in its signer's shard unless told otherwise."""
+    now = time.time()
+    epoch = protocol.epoch_of(now)
+    own = shard_prefix(identity.public_key, epoch, 8)
+    announcement = Announcement(
+        proto=1,
+        swarm=SWARM,
+        epoch=epoch,
+        k=8,
+        prefix=own if prefix is None else (own + prefix) % 256,
+        seq=1,
+        created_at=now,
+        version="",
+        roles=[],
+        addresses=[],
+        batches=[],
+    )
+    return codec.encode_announcement(announcement, identity)
+
+
+def test_a_hint_that_another_replays_does_not_hide_its_signer(on_loopback: OnLoopback) -> None:
+    async def body(loopback: Loopback) -> None:
+        exchange = (await join(loopback, "a")).exchange
+        honest, replayer = loopback.identity("honest"), loopback.identity("replayer")
+        data = pushed(honest)
+        exchange._take_hint(replayer.peer_id, data)
+        assert (exchange.peers_known(), exchange.stats.hints_dropped) == ([], 1)
+        exchange._take_hint(honest.peer_id, data)
+        assert exchange.peers_known() == [honest.peer_id]
+
+    on_loopback(body)
+
+
+def test_a_hint_of_another_shard_than_its_signers_is_invalid(on_loopback: OnLoopback) -> None:
+    async def body(loopback: Loopback) -> None:
+        exchange = (await join(loopback, "a")).exchange
+        liar = loopback.identity("liar")
+        exchange._take_hint(liar.peer_id, pushed(liar, prefix=1))
+        assert (exchange.peers_known(), exchange.stats.announcements_invalid) == ([], 1)
 
     on_loopback(body)
 

@@ -88,17 +88,6 @@ def test_connect_peers_disconnect(on_loopback: Any) -> None:
     on_loopback(body)
 
 
-def test_dead_initial_peers_do_not_keep_a_node_from_starting(on_loopback: Any) -> None:
-    async def body(loopback: Any) -> None:
-        nobody = f"/ip4/127.0.0.1/tcp/9/p2p/{loopback.identity('nobody').peer_id}"
-        a = await loopback.start("a")
-        b = await loopback.start("b", initial_peers=[nobody, await loopback.address_of(a)])
-        assert b.unreachable == [nobody]
-        assert await b.peers() == [a.peer_id]
-
-    on_loopback(body)
-
-
 @pytest.mark.parametrize(
     ("address", "message"),
     [
@@ -184,6 +173,36 @@ def test_streams_of_a_peer_are_bounded_and_others_still_served(on_loopback: Any)
         assert await other == b"me"
         assert [await echoed(stream, b"x") for stream in held] == [b"x"] * p2p.MAX_STREAMS_PER_PEER
         assert await echoed(await b.open_stream(a.peer_id, PROTOCOL), b"again") == b"again"
+
+    on_loopback(body)
+
+
+def test_idle_streams_lock_nobody_out(on_loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(p2p, "MAX_STREAMS", 2)
+
+    async def body(loopback: Any) -> None:
+        a, b, c, d = await loopback.swarm("abcd")
+        release = asyncio.Event()
+
+        async def patient(peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            asked = await reader.readexactly(4)
+            await release.wait()
+            writer.write(asked)
+
+        await a.serve_stream(PROTOCOL, patient)
+        asking, idle = await b.open_stream(a.peer_id, PROTOCOL), await c.open_stream(a.peer_id, PROTOCOL)
+        asking[1].write(b"mine")
+        await soon(lambda: [s.reader.asked for s in a._streams.values()] == [True, False])
+        new = asyncio.create_task(echoed(await d.open_stream(a.peer_id, PROTOCOL), b""))
+        async with asyncio.timeout(3):
+            assert await idle[0].read(-1) == b"", "the idle one made room"
+        await soon(lambda: [s.reader.asked for s in a._streams.values()] == [True, True])
+        assert await echoed(await c.open_stream(a.peer_id, PROTOCOL), b"x") == b"", "those that asked keep their places"
+        release.set()
+        assert await asking[0].read(-1) == b"mine"
+        assert await new == bytes(4)
+        for _, writer in (asking, idle):
+            writer.close()
 
     on_loopback(body)
 

@@ -68,6 +68,15 @@ def test_the_owners_word_comes_first() -> None:
     assert not book.welcome("b", 0.0)
 
 
+def test_the_unwelcome_are_those_denied_and_those_shunned_until_forgiven() -> None:
+    book = PeerBook(deny=["denied"])
+    book.saw("fine", [], 0.0)
+    for _ in range(4):
+        book.rejected("bad", 0.0)
+    assert book.unwelcome(0.0) == {"denied", "bad"}
+    assert book.unwelcome(2.0 * peers.HALF_LIFE_SECONDS) == {"denied"}
+
+
 def test_the_table_is_bounded_and_keeps_those_it_has_an_opinion_on() -> None:
     book = PeerBook()
     for _ in range(4):

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,34 @@ JUNK = [
     "None",
     "True",
     "(" * 3000,
+]
+
+
+HARDEST = {"vars": 6, "statements": 6, "complexity": 4}  # of propositional_logic
+
+SLOW = [  # texts that are much work for one parser or another
+    "¬" * 900 + "P",
+    "P∧" * 400 + "P",
+    "9" * 16_000,
+    "0x" + "f" * 16_000,
+    "1e999999999",
+    "1E-999999999999",
+    "9*" * 249 + "9",
+    "1/3+" * 120 + "1",
+    "7" * 240 + "/" + "3" * 240,
+    "(9-" * 100 + "1" + ")" * 100,
+    "(" * 8000 + "1" + ")" * 8000,
+    "-" * 16_000,
+    " " * 16_000 + "x",
+    "1+" * 8000 + "i",
+    "×".join(["9"] * 8000),
+    "×".join(["9" * 4000] * 4),
+    "\\frac{1}{" + "2" * 16_000,
+    ",\t" * 8000,
+    "[" * 16_000,
+    "[" + "1," * 8000 + "1]",
+    "<answer>" * 2000,
+    "İ" * 16_000,
 ]
 
 
@@ -148,6 +177,46 @@ def test_many_names_in_a_formula_are_refused_before_all_their_assignments_are_tr
     entry = gym.entry(dataset, "propositional_logic", 1)
     for names in ([f"x{i}" for i in range(40)], ["P" * i for i in range(1, 40)]):
         assert gym.reward(dataset, "propositional_logic", entry, " ∨ ".join(names)) == 0.0  # else: 2^40 steps
+
+
+@pytest.mark.parametrize(
+    "slow",
+    [
+        "¬" * 900 + "P",
+        "P∧" * 400 + "P",
+        "(P)∧" * 200 + "P",
+        "¬" * 48 + " " * 239 + "P",
+        "¬ ¬ ¬(" * 16 + "P" + ")" * 16,
+        "P  ∧  " * 47 + "P",
+        "(" * 143 + "P" + ")" * 143,
+    ],
+)
+def test_no_formula_takes_long(gym: Any, slow: str) -> None:
+    hardest = {f"{end}_{name}": n for end in ("min", "max") for name, n in HARDEST.items()}
+    dataset = gym.open_dataset("propositional_logic", hardest, 1)
+    entry = gym.entry(dataset, "propositional_logic", 1)
+    started = time.process_time()
+    gym.reward(dataset, "propositional_logic", entry, slow)
+    assert time.process_time() - started < 0.05
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_all_premises_together_follow_from_the_premises(gym: Any, seed: int) -> None:
+    hardest = {f"{end}_{name}": n for end in ("min", "max") for name, n in HARDEST.items()}
+    dataset = gym.open_dataset("propositional_logic", hardest, seed)
+    entry = gym.entry(dataset, "propositional_logic", seed)
+    together = " ∧ ".join(entry["metadata"]["premises"])
+    assert gym.reward(dataset, "propositional_logic", entry, together) == dataset.score_answer(together, entry) == 1.0
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_no_text_is_slow_to_judge(gym: Any, name: str) -> None:
+    dataset = gym.open_dataset(name, {}, 1)
+    entry = gym.entry(dataset, name, 1)
+    for text in [*SLOW, entry["answer"] * 100]:
+        started = time.process_time()
+        gym.reward(dataset, name, entry, text)
+        assert time.process_time() - started < 0.05, text[:20]
 
 
 def test_an_answer_longer_than_any_truth_is_wrong(gym: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from sapo_node.tasks import scoring
 from sapo_node.tasks.base import Question, TaskRefused, is_eval_question, question_sha256
-from sapo_node.tasks.scoring import ScorerPool, ScorersFailed, eval_seed
+from sapo_node.tasks.scoring import CostlyGroup, ScorerPool, eval_seed
 from sapo_node.workers import WorkerError
 from tests.tasks.specs import spec
 
@@ -203,10 +203,81 @@ def test_a_cancelled_job_leaves_the_pool_usable(unguarded: ScorerPool, run: Run[
     assert run(unguarded.judge(MATRIX, 5, [MATRIX_TRUTH])).rewards == [1.0]
 
 
-def test_too_many_waiting_jobs_are_told(pool: ScorerPool, run: Run[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(scoring, "MAX_WAITING", 0)
-    with pytest.raises(ScorersFailed, match=r"raise tasks\.scorers"):
-        run(pool.question(GCD, 5))
+@pytest.mark.slow
+def test_a_strict_job_ends_at_the_first_answer_that_takes_too_long(unguarded: ScorerPool, run: Run[Any]) -> None:
+    before = unguarded.faults
+    with pytest.raises(CostlyGroup, match="an answer took longer than 1 s"):
+        run(unguarded.judge(MATRIX, 5, [MATRIX_TRUTH, *[HANGS] * 7], strict=True))
+    assert unguarded.faults == before + 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hostile", [SWALLOWS, DIES, HANGS_IN_C])
+def test_a_strict_job_blames_an_answer_that_takes_memory_or_the_worker(
+    unguarded: ScorerPool, run: Run[Any], hostile: str
+) -> None:
+    with pytest.raises(CostlyGroup):
+        run(unguarded.judge(MATRIX, 5, [MATRIX_TRUTH, hostile], strict=True))
+
+
+def test_a_worker_killed_from_outside_is_no_strict_jobs_fault(unguarded: ScorerPool, run: Run[Any]) -> None:
+    async def judge_and_kill() -> Any:
+        texts = ["__import__('time').sleep(0.5)", MATRIX_TRUTH]
+        job = asyncio.create_task(unguarded.judge(MATRIX, 5, texts, strict=True))
+        await asyncio.sleep(0.2)
+        pid = unguarded._slots[0].worker.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        return await job
+
+    run(unguarded.question(GCD, 5))  # a fresh worker stands ready
+    assert run(judge_and_kill()).rewards == [0.0, 1.0]
+
+
+@pytest.mark.slow
+def test_time_that_an_answer_did_not_compute_is_not_its_fault(unguarded: ScorerPool, run: Run[Any]) -> None:
+    with pytest.raises(WorkerError, match="an answer took longer than 1 s") as told:
+        run(unguarded.judge(MATRIX, 5, ["__import__('time').sleep(3)"], strict=True))
+    assert not isinstance(told.value, CostlyGroup)
+
+
+@pytest.mark.slow
+def test_own_jobs_wait_for_one_call_of_strangers_at_most(unguarded: ScorerPool, run: Run[Any]) -> None:
+    async def race() -> list[str]:
+        done: list[str] = []
+
+        async def job(name: str, text: str, strict: bool) -> None:
+            await unguarded.judge(MATRIX, 5, [text], strict=strict)
+            done.append(name)
+
+        naps = [job("stranger", "__import__('time').sleep(0.3)", True) for _ in range(4)]
+        strangers = [asyncio.create_task(nap) for nap in naps]
+        await asyncio.sleep(0.05)
+        await asyncio.gather(*(job("own", MATRIX_TRUTH, False) for _ in range(8)))
+        found = list(done)
+        await asyncio.gather(*strangers)
+        return found
+
+    run(unguarded.question(GCD, 5))  # a fresh worker stands ready
+    assert run(race()) == ["stranger"] + ["own"] * 8
+
+
+def test_as_many_jobs_as_a_round_may_have(pool: ScorerPool, run: Run[Any]) -> None:
+    async def all_of_them() -> list[Any]:
+        return await asyncio.gather(*(pool.judge(GCD, 5, [GCD_TRUTH]) for _ in range(1000)))
+
+    assert all(judged.rewards == [1.0] for judged in run(all_of_them()))
+
+
+def test_layers_that_are_missing_can_be_told_from_the_start(pool: ScorerPool, run: Run[Any]) -> None:
+    if sys.platform != "linux":
+        pytest.skip("the sandbox needs Linux")
+    bare = ScorerPool(1, 1.0, module="tests.tasks.bare_worker")
+    run(bare.start())
+    missing = bare.missing_protection
+    run(bare.close())
+    assert missing == ["no seccomp filter (is libseccomp installed?): taken away"]
+    assert pool.missing_protection == []
 
 
 def test_workers_that_do_not_start_are_told_with_the_reason(run: Run[Any], monkeypatch: pytest.MonkeyPatch) -> None:

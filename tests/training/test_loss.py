@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from sapo_node.training.loss import completion_weight, surrogate, token_scales
+from sapo_node.training.loss import completion_weight, stream_shares, surrogate, token_scales
 
 
 def naive(own: list[float], old: list[float], advantage: list[float], low: float, high: float) -> list[float]:
@@ -63,9 +63,19 @@ def test_nothing_to_train_on_divides_by_nothing() -> None:
         assert token_scales([0.0, 1.0], [3, 0], mean, 8) == [0.0, 0.0]  # type: ignore[arg-type]
 
 
-def test_weights_follow_the_streams_and_the_masks() -> None:
-    assert completion_weight("local", -1.0, False, local_weight=2.0, external_negative="drop") == 2.0
-    assert completion_weight("external", -1.0, False, external_weight=3.0) == 3.0
+def test_streams_share_the_loss_by_groups_and_weights() -> None:
+    even = {"local": 1.0, "external": 1.0}
+    assert stream_shares({"local": 4, "external": 4}, even) == {"local": 0.5, "external": 0.5}  # type: ignore[arg-type]
+    assert stream_shares({"local": 6, "external": 2}, even)["external"] == 0.25  # type: ignore[arg-type]
+    assert stream_shares({"local": 4, "external": 0}, even) == {"local": 1.0, "external": 0.0}  # type: ignore[arg-type]
+    doubled = {"local": 1.0, "external": 2.0}
+    assert stream_shares({"local": 4, "external": 4}, doubled)["external"] == pytest.approx(2 / 3)  # type: ignore[arg-type]
+    assert stream_shares({"local": 0, "external": 0}, even) == {"local": 0.0, "external": 0.0}  # type: ignore[arg-type]
+
+
+def test_weights_follow_the_masks() -> None:
+    assert completion_weight("local", -1.0, False, external_negative="drop") == 1.0
+    assert completion_weight("external", -1.0, False) == 1.0
     assert completion_weight("external", -1.0, False, external_negative="drop") == 0.0
     assert completion_weight("external", -1.0, False, external_negative="downweight") == 0.5
     assert completion_weight("external", 0.0, False, external_negative="drop") == 1.0

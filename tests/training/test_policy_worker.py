@@ -38,7 +38,7 @@ def request(model: Path | str, **others: Any) -> LoadRequest:
 
 
 @pytest.mark.slow
-def test_load_sample_step_save_restore(tmp_path: Path) -> None:
+def test_load_sample_step_save_resume(tmp_path: Path) -> None:
     model = write_model(tmp_path / "model", template=None)
 
     async def scenario(worker: Worker) -> None:
@@ -73,7 +73,7 @@ def test_load_sample_step_save_restore(tmp_path: Path) -> None:
 
         params = SamplingParams(n=4, max_tokens=6)
         expected = await engine.sample(["what is 1 + 1?"], params)
-        assert (await trainer.restore(newest)).policy_version == 1
+        assert (await trainer.load(request(model, resume=str(newest)))).policy_version == 1
         assert (await engine.sample(["what is 1 + 1?"], params)).groups == expected.groups
 
         (tmp_path / "file").write_text("in the way")

@@ -226,10 +226,6 @@ def test_learnability_survives_rewards_that_hardly_differ() -> None:
     assert result.external_ids == [1]
 
 
-def test_the_plan_names_the_loss_option() -> None:
-    assert plan([], [], external_negative="drop").external_negative == "drop"
-
-
 @pytest.mark.parametrize(("rewards", "expected"), [((), False), ((1.0,), False), (FLAT, False), (MIXED, True)])
 def test_informative(rewards: tuple[float, ...], expected: bool) -> None:
     assert informative(rewards) is expected

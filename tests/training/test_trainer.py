@@ -13,7 +13,7 @@ from sapo_node.inference.base import SamplingParams
 from sapo_node.training import checkpoint
 from sapo_node.training.base import Origin, TrainCompletion, TrainGroup
 from sapo_node.training.policy import Policy, load_policy, make_policy
-from sapo_node.training.trainer import Sums, Trainer
+from sapo_node.training.trainer import Row, Sums, Trainer
 from tests.tiny import FAMILIES, Family, make_model, make_tokenizer, write_model
 
 QUESTION = "what is 12 + 34?"
@@ -134,7 +134,8 @@ def test_gradients_equal_finite_differences_in_float64(family: Family) -> None:
         shift(one, -2e-6 * direction)
         below = loss_of(one, groups)
         shift(one, 1e-6 * direction)
-        assert (above - below) / 2e-6 == pytest.approx(float(gradient @ direction), rel=1e-5)
+        slope = float(gradient @ direction)  # parts of it cancel, so what may be off is measured by the whole
+        assert (above - below) / 2e-6 == pytest.approx(slope, rel=1e-5, abs=1e-6 * float(gradient.norm()))
 
 
 @pytest.mark.parametrize("mean", ["token", "sequence", "fixed"])
@@ -364,3 +365,42 @@ def test_a_large_learning_rate_is_warned_about_for_large_models_only(monkeypatch
     assert trainer().info().notes == []
     monkeypatch.setattr("sapo_node.training.trainer.LARGE_PARAMS", 100)
     assert any("seldom survives" in note for note in trainer().info().notes)
+
+
+def test_long_external_groups_do_not_drown_the_local_ones() -> None:
+    one = trainer(producer_gradients=True)
+    own = [group(index, (1, 0, 0, 1)) for index in range(2)]
+    quiet = msgspec.structs.replace(group(2, (1, 0, 0, 1)), origin="external", producer="other")
+    long = "how many letters are in this word " * 8
+    loud = msgspec.structs.replace(
+        group(3, (1, 0) * 16, texts=[f"{long}{i}" for i in range(32)]), origin="external", producer="other"
+    )
+    local = {
+        name: one._backward(rows, {"local": Sums(), "external": Sums()}).streams["local"]
+        for name, rows in (("quiet", weighed(one, [*own, quiet])), ("loud", weighed(one, [*own, loud])))
+    }
+    assert local["loud"] == pytest.approx(local["quiet"], rel=1e-3)
+
+
+def weighed(one: Trainer, groups: list[TrainGroup]) -> list[Row]:
+    rows, skipped = one._rows(groups)
+    assert not skipped
+    one._weigh(rows)
+    return rows
+
+
+def test_a_megabyte_of_text_is_cut_before_it_is_encoded() -> None:
+    one = trainer()
+    texts = ["1" * 200_000, "2"]
+    big = msgspec.structs.replace(group(0, (1, 0), texts=texts), origin="external", producer="other")
+    seen: list[int] = []
+    encode = one.policy.encoder.completions
+
+    def watched(given: list[str], finishes: list[str]) -> list[list[int]]:
+        seen.extend(map(len, given))
+        return encode(given, finishes)  # type: ignore[arg-type]
+
+    one.policy.encoder.completions = watched  # type: ignore[method-assign, assignment]
+    rows = weighed(one, [big])
+    assert max(seen) <= 200_000 // 10
+    assert [row.truncated for row in rows] == [True, False]
