@@ -5,6 +5,7 @@ Importing this module costs click alone, so that `--help`, completion and `statu
 """
 
 import os
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -64,6 +65,8 @@ def init(directory: Path) -> int:
 @_sets
 def start(config_path: Path, sets: tuple[str, ...]) -> int:
     """Run a node until it is stopped (Ctrl-C or SIGTERM; a second one stops it at once)."""
+    # Until the node listens to signals itself: a stop during the imports is a stop, not a death by signal.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
     from sapo_node import config_load
 
     loaded = config_load.load(config_path, os.environ, sets)
@@ -76,7 +79,7 @@ def start(config_path: Path, sets: tuple[str, ...]) -> int:
 @click.option("--nodes", type=click.IntRange(1, 64), default=4, show_default=True, help="How many.")
 @click.option("--rounds", type=click.IntRange(min=1), help="End when every node has taken this many rounds.")
 @click.option("--minutes", type=click.FloatRange(min=0, min_open=True), help="End after this time.")
-@click.option("--demo", is_flag=True, help="The demo: embedded model, small tasks, a plain verdict at the end.")
+@click.option("--demo", is_flag=True, help="The demo: embedded model, small tasks, other weights of them in each node.")
 @click.option("--config", "config_path", type=_FILE, help="Settings that all nodes start from.")
 @_sets
 @click.option("--dir", "directory", type=_FOLDER, help="Where the nodes' directories, logs and the plot go.")

@@ -164,7 +164,8 @@ def run(
         raise ConfigError([f"--nodes must be from 1 to {MAX_NODES}, not {nodes}"])
     if demo and config_path:
         raise ConfigError(["--demo brings its own settings; leave out --config, or change single ones with --set"])
-    base = config_load.load(demo_config_path() if demo else config_path, os.environ, sets).config
+    # Without a file the demo's settings serve too: the embedded model learns nothing from harder tasks.
+    base = config_load.load(config_path or demo_config_path(), os.environ, sets).config
     seconds = minutes * 60 if minutes else None if rounds else DEFAULT_MINUTES * 60
     folder = _make_folder(directory)
     with _reserved_ports(nodes) as ports:
@@ -403,7 +404,8 @@ def _conclude(state: Run, folder: Path, console: Console) -> None:
     """Say what happened, from the nodes' own records, and what to do next."""
 
     def say(text: str = "") -> None:
-        console.print(text, markup=False, highlight=False, soft_wrap=True)
+        # On a terminal between words; elsewhere one line stays one line.
+        console.print(text, markup=False, highlight=False, soft_wrap=not console.is_terminal)
 
     from sapo_node.monitor import plot, verdict  # here: numpy starts threads, and nodes are spawned by a fork
 
@@ -420,7 +422,8 @@ def _conclude(state: Run, folder: Path, console: Console) -> None:
         say(f"Plot:      {picture}")
     say(f"Logs:      {folder / 'logs'}")
     say(f"Settings:  {state.nodes[0].config_path} and the like; keys, pools and checkpoints lie beside them")
-    say("Next:")
-    say(f"  sapo-node eval --config {state.nodes[0].config_path}     measure what node-1 learnt")
-    say(f"  sapo-node export --config {state.nodes[0].config_path} OUT     its model, for transformers")
-    say("  sapo-node init     a node of your own, on your model and your tasks")
+    say(f"Disk:      delete {folder} when you are done with it")
+    say("Next: measure what node-1 learnt; take its model to transformers; set up a node of your own")
+    say(f"  sapo-node eval --config {state.nodes[0].config_path}")
+    say(f"  sapo-node export --config {state.nodes[0].config_path} OUT")
+    say("  sapo-node init my-node")

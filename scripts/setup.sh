@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv with everything that sapo-node needs on a CPU. Safe to run again; quick when nothing changed.
 #
-#   scripts/setup.sh           the node, the demo and the tests: about 3 minutes and 2 GB the first time
+#   scripts/setup.sh           the node, the demo and the tests: 2 to 4 minutes and 2 GB the first time
 #   scripts/setup.sh --vllm    vLLM's CPU build besides: about 3 minutes and 2 GB more
 #   scripts/setup.sh --interop py-libp2p besides, which `doctor` and the interoperability tests use
 #

@@ -150,6 +150,7 @@ def test_kill_9_of_an_idle_worker_is_seen_at_the_next_call(run) -> None:
     run(body())
 
 
+@pytest.mark.slow
 def test_a_worker_that_stands_still_is_killed_although_its_heart_beats(run) -> None:
     async def body() -> None:
         worker = await started()
@@ -179,6 +180,7 @@ def test_a_stopped_worker_that_owes_an_answer_is_killed(run) -> None:
     run(body())
 
 
+@pytest.mark.slow
 def test_a_worker_that_was_stopped_while_idle_is_killed_at_the_next_call() -> None:
     async def body() -> None:
         worker = await started(silence_seconds=2)
@@ -206,6 +208,7 @@ def test_a_held_interpreter_lock_is_borne_for_a_while_only() -> None:
     asyncio.run(body())
 
 
+@pytest.mark.slow
 def test_a_node_that_stood_still_itself_blames_no_worker() -> None:
     async def body() -> None:
         worker = await started(silence_seconds=1.5)

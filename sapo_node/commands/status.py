@@ -75,7 +75,7 @@ def table(data_dir: Path, running: bool, status: NodeStatus | None, now: float) 
         "state": status.state + (f": {status.reason}" if status.reason else ""),
         "round": f"{status.round} (policy version {status.policy_version})",
         "model": status.model,
-        "swarm": f"{status.swarm}, {status.peers} peers" if status.swarm else "",
+        "swarm": f"{status.swarm}, {status.peers} peer{'' if status.peers == 1 else 's'}" if status.swarm else "",
         "peer id": status.peer_id,
         "addresses": "\n           ".join(status.addresses),
         "groups": f"{status.own_groups} own, {status.external_groups_used} of others used, {status.shortage} short",

@@ -165,4 +165,4 @@ class Screen:
 
     def say(self, text: str) -> None:
         """Text above the table that stays; printed as it is, without markup."""
-        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(text, markup=False, highlight=False, soft_wrap=not self._console.is_terminal)

@@ -32,7 +32,7 @@ from sapo_node.training.base import TrainCompletion
 from sapo_node.training.sapo import informative
 from sapo_node.workers import WorkerError
 
-BATCH_SECONDS: Final = 15.0
+BATCH_SECONDS: Final = 20.0
 """For one batch, all groups together. A task that is in bounds takes milliseconds a group. Long enough to see an answer
 hang two scorers that no timer can end (5 s each, and a restart), so that its sender is blamed."""
 
@@ -170,13 +170,15 @@ class Verifier:
                         reasons[i] = judged if isinstance(judged, Reason) else Reason.ACCEPTED
                         if isinstance(judged, NewGroup):
                             accepted.append(judged)
-                        if judged is Reason.COSTLY:
+                        if judged in (Reason.COSTLY, Reason.UNSCORED):
+                            rest = Reason.BESIDE_REJECTED if judged is Reason.COSTLY else Reason.UNSCORED
+                            reasons = [reason or rest for reason in reasons]
                             break
         except TimeoutError:
             pass  # what has no reason yet is out of time
         if Reason.COSTLY in reasons:
             accepted = []
-            reasons = [Reason.BESIDE_REJECTED if r in (None, Reason.ACCEPTED) else r for r in reasons]
+            reasons = [Reason.BESIDE_REJECTED if reason is Reason.ACCEPTED else reason for reason in reasons]
         return Verified(
             producer=batch.peer_id,
             content_id=opened.content_id,

@@ -30,9 +30,9 @@ T = TypeVar("T")
 _AGAIN_SECONDS: Final = 0.2
 """The timer fires again after this: a bare `except` in a scorer swallows the first exception."""
 
-COSTLY_CPU_SECONDS: Final = 0.5
+COSTLY_CPU_SECONDS: Final = 0.2
 """Computing time from which work that ran out of time is itself to blame. With less, the machine was busy elsewhere.
-Answers to the offered tasks take less than 0.05 s."""
+Answers to the offered tasks take less than 0.05 s; a node that trains may leave a scorer a quarter of a core."""
 
 
 class Fault(Struct, frozen=True):

@@ -111,7 +111,6 @@ class ScorerPool:
         self.last_fault = ""
         self.protection: Protection | None = None
         self._seconds = answer_seconds
-        self._call_seconds = 3 * answer_seconds + GRACE_SECONDS  # generate, the call's time, an answer at its end
         self._slots = [
             _Slot(Worker(f"scorer {n}", module, env=_environment(), start_seconds=START_SECONDS))
             for n in range(workers)
@@ -259,7 +258,9 @@ class ScorerPool:
     async def _call(self, method: str, request: Struct, result: type[Reply], strict: bool = False) -> Reply:
         async with self._strict_turn if strict else contextlib.nullcontext(), self._borrowed() as slot:
             slot.fresh = False  # unless it answers well: a call that fails or is cancelled leaves it in any state
-            reply = await slot.worker.call(method, request, result, deadline=self._call_seconds)
+            # To generate, the call's time, and an answer begun at its end.
+            deadline = self._seconds + 2 * self._answer_seconds(strict) + GRACE_SECONDS
+            reply = await slot.worker.call(method, request, result, deadline=deadline)
             slot.fresh = reply.fault is None
             return reply
 

@@ -13,5 +13,5 @@ def export(checkpoint: Path, out: Path) -> None:
     """
     read_state(checkpoint)  # refuses what is no checkpoint, or a newer one
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise CheckpointError(f"{out} exists already; name a folder that does not")
+        raise CheckpointError(f"{out} exists already; name a new or an empty folder")
     shutil.copytree(checkpoint, out, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*TRAINER_FILES))

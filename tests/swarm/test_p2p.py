@@ -79,9 +79,9 @@ def test_connect_peers_disconnect(on_loopback: Any) -> None:
     async def body(loopback: Any) -> None:
         a, b = await loopback.swarm("ab")
         assert await a.peers() == [b.peer_id]
-        await a.disconnect(b.peer_id)
         async with asyncio.timeout(5):
-            while await a.peers():
+            while await a.peers():  # again, as p2pd may be opening another connection at this very moment
+                await a.disconnect(b.peer_id)
                 await asyncio.sleep(0.05)
         assert await b.connect(await loopback.address_of(a)) == a.peer_id
 

@@ -212,8 +212,8 @@ def test_a_strict_job_ends_at_the_first_answer_that_takes_too_long(unguarded: Sc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hostile", [SWALLOWS, DIES, HANGS_IN_C])
-def test_a_strict_job_blames_an_answer_that_takes_memory_or_the_worker(
+@pytest.mark.parametrize("hostile", [DIES, HANGS_IN_C])
+def test_a_strict_job_blames_an_answer_that_takes_the_worker_twice(
     unguarded: ScorerPool, run: Run[Any], hostile: str
 ) -> None:
     with pytest.raises(CostlyGroup):

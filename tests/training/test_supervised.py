@@ -16,7 +16,15 @@ from sapo_node import workers
 from sapo_node.config import NodeConfig
 from sapo_node.inference.base import SampledBatch, SamplingParams
 from sapo_node.training import supervised
-from sapo_node.training.base import LoadRequest, ModelInfo, SampleRequest, StepRequest, StepResult, TrainGroup
+from sapo_node.training.base import (
+    LoadRequest,
+    ModelInfo,
+    SampleRequest,
+    StepRequest,
+    StepResult,
+    TrainCompletion,
+    TrainGroup,
+)
 from sapo_node.training.supervised import MAX_FAULTS, Policy, PolicyFailed, PolicyLost
 
 FAULTS = "SAPO_TEST_FAULTS"  # names a file that holds what goes wrong in the next calls, in order, one word a line
@@ -102,8 +110,6 @@ def make(model: Path, checkpoints: Path | None = None, **more: Any) -> Policy:
 
 
 def group_of(batch: SampledBatch) -> TrainGroup:
-    from sapo_node.training.base import TrainCompletion
-
     completions = [
         TrainCompletion(text=one.text, finish=one.finish, token_ids=one.token_ids, logprobs=one.logprobs)
         for one in batch.groups[0]
@@ -129,7 +135,7 @@ async def begin_long_call(policy: Policy) -> asyncio.Task[SampledBatch]:
 
 @pytest.mark.slow
 def test_after_a_kill_9_while_sampling_the_next_call_continues_from_the_newest_checkpoint(tmp_path: Path) -> None:
-    from tests.tiny import write_model
+    from tests.tiny import write_model  # torch; not for the toy worker's process
 
     told: list[int] = []
 
@@ -177,6 +183,7 @@ def test_a_stopped_policy_worker_is_noticed(tmp_path: Path, monkeypatch: pytest.
     drive(policy, scenario())
 
 
+@pytest.mark.slow
 def test_a_load_that_fails_once_after_a_restart_is_tried_again(tmp_path: Path, faults: Callable[..., None]) -> None:
     async def scenario() -> None:
         await policy.start()
@@ -190,6 +197,7 @@ def test_a_load_that_fails_once_after_a_restart_is_tried_again(tmp_path: Path, f
     drive(policy, scenario())
 
 
+@pytest.mark.slow
 def test_loads_that_keep_failing_end_with_the_reason(tmp_path: Path, faults: Callable[..., None]) -> None:
     async def scenario() -> None:
         await policy.start()
@@ -203,6 +211,7 @@ def test_loads_that_keep_failing_end_with_the_reason(tmp_path: Path, faults: Cal
     drive(policy, scenario())
 
 
+@pytest.mark.slow
 def test_deaths_in_a_row_end_with_the_reason_and_a_step_begins_a_new_row(
     tmp_path: Path, faults: Callable[..., None]
 ) -> None:
@@ -223,6 +232,7 @@ def test_deaths_in_a_row_end_with_the_reason_and_a_step_begins_a_new_row(
     drive(policy, scenario())
 
 
+@pytest.mark.slow
 def test_one_death_met_by_many_calls_is_one_fault(tmp_path: Path, faults: Callable[..., None]) -> None:
     async def scenario() -> None:
         await policy.start()
@@ -235,6 +245,7 @@ def test_one_death_met_by_many_calls_is_one_fault(tmp_path: Path, faults: Callab
     drive(policy, scenario())
 
 
+@pytest.mark.slow
 def test_a_refused_call_costs_the_worker_but_not_the_node(tmp_path: Path, faults: Callable[..., None]) -> None:
     async def scenario() -> None:
         await policy.start()
@@ -279,6 +290,7 @@ def test_a_first_load_that_fails_leaves_no_process(
     drive(policy, scenario())
 
 
+@pytest.mark.slow
 def test_an_error_of_on_restart_reaches_the_caller(tmp_path: Path, faults: Callable[..., None]) -> None:
     async def on_restart() -> None:
         raise RuntimeError("the pool is gone")
