@@ -178,6 +178,8 @@ class Node:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._scorers.start(), name="scorers")
             group.create_task(self._policy.start(), name="policy")
+        for layer in self._scorers.missing_protection:
+            log.warning("a layer of the sandbox around strangers' answers is missing", layer=layer)
         self._restore_own_state()
         self._tell_model()
         self._held = await HeldOut.prepare(config, tasks, self._scorers)

@@ -57,6 +57,7 @@ class Arrivals:
             max_age_seconds=config.rollouts.max_age_seconds,
             judge=scorers,
             known=pool,
+            max_completions=config.rollouts.completions_per_task,
         )
 
     def want(self) -> int:

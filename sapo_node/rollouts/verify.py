@@ -23,7 +23,7 @@ from msgspec import Struct
 from sapo_node.rollouts.codec import Opened
 from sapo_node.rollouts.pool import NewGroup, drawn_at
 from sapo_node.rollouts.schema import Group, TaskRef
-from sapo_node.swarm.protocol import MAX_EPOCHS_AHEAD, epoch_of, question_seed
+from sapo_node.swarm.protocol import MAX_COMPLETIONS, MAX_EPOCHS_AHEAD, epoch_of, question_seed
 from sapo_node.tasks import catalog, verifiers
 from sapo_node.tasks.base import Judged, TaskRefused, TaskSpec, config_hash, is_eval_question
 from sapo_node.tasks.mixture import Mixture
@@ -137,11 +137,15 @@ class Verifier:
         judge: Judge,
         known: Known,
         batch_seconds: float = BATCH_SECONDS,
+        max_completions: int = MAX_COMPLETIONS,
     ) -> None:
+        """`max_completions` of a group are judged and kept, the first ones: a larger group than this node's own costs
+        more and would weigh more."""
         self._swarm, self._public_key = swarm, public_key
         self._max_age = max_age_seconds
         self._judge, self._known = judge, known
         self._batch_seconds = batch_seconds
+        self._max_completions = max_completions
         mixed = {entry.spec.name for entry in mixture.entries if entry.rows is None}
         self._generated = set(catalog.OFFERED) if accept == "offered" else mixed
         self._datasets = {(e.spec.name, e.spec.version): e for e in mixture.entries if e.rows is not None}
@@ -222,9 +226,10 @@ class Verifier:
     async def _judged(self, opened: Opened, group: Group) -> NewGroup | Reason:
         """Regenerate and score in one call; the group for the pool, or why not."""
         task = group.task
+        completions = group.completions[: self._max_completions]
         seed = question_seed(self._swarm, opened.public_key, task.epoch, task.name, task.config_hash, task.index)
         try:
-            judged = await self._score(task, seed, [completion.text for completion in group.completions])
+            judged = await self._score(task, seed, [completion.text for completion in completions])
         except TaskRefused:
             return Reason.NOT_GENERATED
         except CostlyGroup:
@@ -239,7 +244,7 @@ class Verifier:
             task=task,
             question=judged.question.text,
             question_sha256=judged.question.sha256,
-            completions=[TrainCompletion(text=c.text, finish=c.finish) for c in group.completions],
+            completions=[TrainCompletion(text=c.text, finish=c.finish) for c in completions],
             rewards=judged.rewards,
             sampled_at=group.sampled_at,
             policy_version=group.policy_version,

@@ -301,6 +301,10 @@ class Network:
             async with asyncio.timeout(STREAM_SECONDS):
                 await handler(peer_id, reader, writer)
             ended_well = True
+        except asyncio.CancelledError:
+            if not self._closed:
+                raise
+            # By `close`: asyncio's server would report a cancelled task as an error.
         except (OSError, EOFError, TimeoutError) as error:
             log.debug("stream of %s ended: %r", peer_id, error)
         except Exception:  # a handler's fault, here told, must not take the other streams with it

@@ -155,6 +155,13 @@ def test_a_true_group_is_accepted_with_our_question_and_our_rewards(node: Node) 
     assert (verified.outcome, verified.usable, verified.producer) == ("accept", 1, node.sender.peer_id)
 
 
+def test_of_a_larger_group_than_our_own_only_the_first_completions_are_judged_and_kept(node: Node) -> None:
+    verified = node.verify(node.group(), max_completions=2)
+    [group] = verified.groups
+    assert group.rewards == [1.0, 0.0]
+    assert len(group.completions) == 2
+
+
 def test_what_is_accepted_fits_into_the_pool_and_is_a_duplicate_from_then_on(node: Node) -> None:
     group = node.group()
     verified = node.verify(group)

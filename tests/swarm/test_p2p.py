@@ -120,6 +120,18 @@ def test_multiaddrs_survive_their_binary_form() -> None:
     assert relayed.endswith(b"\xa2\x02")
 
 
+async def routed(network: Any, peer_id: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """A stream to a peer that only a neighbour knows, once that neighbour has entered it in its routing table."""
+    async with asyncio.timeout(10):
+        while True:
+            try:
+                return await network.open_stream(peer_id, PROTOCOL)
+            except NetworkError as error:
+                if "not found" not in str(error):
+                    raise
+                await asyncio.sleep(0.1)
+
+
 def test_stream_carries_a_mebibyte_both_ways_to_a_peer_found_by_routing(on_loopback: Any) -> None:
     async def body(loopback: Any) -> None:
         _, b, c = await loopback.swarm("abc")
@@ -131,7 +143,7 @@ def test_stream_carries_a_mebibyte_both_ways_to_a_peer_found_by_routing(on_loopb
 
         await c.serve_stream(PROTOCOL, handler)
         data = os.urandom(1 << 20)
-        assert await echoed(await b.open_stream(c.peer_id, PROTOCOL), data) == data
+        assert await echoed(await routed(b, c.peer_id), data) == data
         assert callers == [b.peer_id]
 
     on_loopback(body)
@@ -241,6 +253,20 @@ def test_a_failing_handler_is_logged_and_ends_only_its_stream(
             writer.close()
         assert answers == [b"", b"fine"]
         assert f"failed on a stream of {b.peer_id}" in caplog.text
+
+    on_loopback(body)
+
+
+def test_closing_with_an_open_stream_is_quiet(on_loopback: Any, caplog: pytest.LogCaptureFixture) -> None:
+    async def body(loopback: Any) -> None:
+        a, b = await loopback.swarm("ab")
+        await a.serve_stream(PROTOCOL, echo)
+        reader, writer = await b.open_stream(a.peer_id, PROTOCOL)
+        await soon(lambda: [s.peer_id for s in a._streams.values()] == [b.peer_id])
+        await a.close()
+        assert await reader.read(-1) == b""
+        writer.close()
+        assert caplog.text == ""
 
     on_loopback(body)
 
