@@ -90,8 +90,8 @@ def digest(*parts: bytes) -> bytes:
 
 
 def question_seed(swarm: str, public_key: bytes, epoch: int, name: str, config_hash: bytes, index: int) -> int:
-    """The seed (31 bits) of a question from its coordinates and the sender's key. It cannot be set, only sought by trying
-    other settings or keys."""
+    """The seed (31 bits) of a question from its coordinates and the sender's key. It cannot be set, only sought by
+    trying other settings or keys."""
     parts = (swarm.encode(), public_key, epoch.to_bytes(8, "big"), name.encode(), config_hash, index.to_bytes(4, "big"))
     return int.from_bytes(digest(b"sapo/1/seed", *parts)[:4], "big") & 0x7FFFFFFF
 

@@ -134,8 +134,8 @@ class RecordStore:
     Identities are free, so whatever a full store prefers, a stranger could make. First come, first kept would let 256
     new identities fill a shard of the coming epoch before it begins; newest kept would let them erase it. So the store
     prefers by a draw: each signer has a rank, sha256 of a secret of this process and its public key, and the lowest
-    ranks stay. Nobody else knows them and each holder draws anew, so a flood takes from the others no more than its share
-    of all who wanted a place, and at each holder another part.
+    ranks stay. Nobody else knows them and each holder draws anew, so a flood takes no more of the places than its share
+    of all who wanted one, and at each holder pushes out others.
 
     Records of `own_key` rank before all others and have no bound: there are only as many as this node announces.
     """
