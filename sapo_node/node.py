@@ -74,6 +74,7 @@ class Node:
         self._state: State = "starting"
         self._reason = ""
         self._asked = False
+        self._drawing: asyncio.Task[None] | None = None
         self._new_key = not data.key.exists()
         self._identity = Identity.load_or_create(data.key)
         self._history = history.History(data.history, config.monitor.max_history_bytes)
@@ -117,6 +118,7 @@ class Node:
         log.info("stopping: the current step ends and a checkpoint is written; a second signal ends at once")
         self._stop.set()
         self._asked = True
+        self._end_sampling()
         self._set_state("draining", "a signal asked it to stop")
         asyncio.get_running_loop().call_later(self._config.node.drain_seconds, self._drain_took_too_long)
 
@@ -147,7 +149,7 @@ class Node:
     async def _rescue(self) -> None:
         """Keep what was learnt since the last checkpoint, if the policy still answers."""
         policy: Policy | None = getattr(self, "_policy", None)
-        if policy is None or not policy.version:
+        if policy is None or not policy.alive:
             return
         try:
             async with asyncio.timeout(self._config.node.drain_seconds):
@@ -170,7 +172,7 @@ class Node:
         stack.push_async_callback(self._pool.close)
         self._scorers = ScorerPool(config.tasks.scorers, config.tasks.answer_seconds)
         stack.push_async_callback(self._scorers.close)
-        self._policy = Policy(config, self._data.checkpoints)
+        self._policy = Policy(config, self._data.checkpoints, self._forget_lost_line)
         stack.push_async_callback(self._policy.close)
         self._swarm = SwarmService(config, self._identity, self._data) if config.swarm.enabled else None
         if self._swarm is not None:
@@ -195,6 +197,10 @@ class Node:
         self._rounds = Rounds(config, self._policy, self._sampling, self._pool, self._rng, self._stop, events)
         await self._pool.expire(time.time(), self._policy.version, config.training.max_staleness)
         return True
+
+    async def _forget_lost_line(self) -> None:
+        """The policy went back to a checkpoint: own groups of the steps that are lost must not pass for new ones."""
+        await self._pool.expire(time.time(), self._policy.version, self._config.training.max_staleness)
 
     def _tell_withheld(self, tasks: mixture.Mixture) -> None:
         for entry in tasks.entries:
@@ -239,14 +245,22 @@ class Node:
                 services.append(group.create_task(self._keep("swarm", self._run_swarm)))
             await self._evaluate()
             self._set_state("joining" if self._swarm is not None else "silo")
-            sampling = group.create_task(self._rounds.sampling_loop(), name="sampling")
+            self._drawing = group.create_task(self._rounds.sampling_loop(), name="sampling")
             await self._rounds.training_loop()
             self._set_state("draining", self._reason)
-            sampling.cancel()
+            self._end_sampling()
             await self._checkpoint()
             await self._last_evaluation()
             for service in services:
                 service.cancel()
+
+    def _end_sampling(self) -> None:
+        """What waits to be sampled is called off, what is being sampled is interrupted."""
+        if self._drawing is not None:
+            self._drawing.cancel()
+        policy: Policy | None = getattr(self, "_policy", None)
+        if policy is not None:
+            policy.interrupt()
 
     async def _run_swarm(self) -> None:
         assert self._swarm is not None
@@ -327,6 +341,8 @@ class Node:
             log.warning("no held-out score", reason=str(error))
             return
         except (PolicyLost, WorkerError) as error:
+            if self._stop.is_set() and not last:
+                return  # interrupted
             log.warning("no held-out score this time", reason=str(error))
             return
         self._keep_score(record)

@@ -10,6 +10,7 @@ Names: Q prompts, R rows (completions) still running, V vocabulary.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,6 +36,21 @@ class Drawn:
     finish: Finish
 
 
+class Interrupted(Exception):
+    """Sampling ended before its time; what it had drawn is lost."""
+
+
+class _Interrupt:
+    """Set by a signal, looked at between two tokens: a node that stops does not wait for minutes of sampling."""
+
+    wanted = False
+
+
+def interrupt(number: int, frame: FrameType | None) -> None:
+    """Signal handler of the policy worker: the sampling that runs now ends with Interrupted."""
+    _Interrupt.wanted = True
+
+
 @torch.no_grad()
 def sample(
     policy: Policy,
@@ -55,6 +71,7 @@ def sample(
     if longest >= policy.max_length or not all(prompts):
         raise ValueError(f"prompts must have 1 to {policy.max_length - 1} tokens for this model")
     workers.stage("sampling", deadline=STEP_SECONDS)
+    _Interrupt.wanted = False
     drawn: list[list[Drawn]] = [[] for _ in prompts]
     for chunk in _chunks([len(prompt) for prompt in prompts], n, batch_completions):
         rows = _Rows(policy, [prompts[index] for index, _ in chunk], [copies for _, copies in chunk], max_tokens)
@@ -139,6 +156,8 @@ class _Rows:
                 self._select(keep)
             self._advance(token_R, step)
             workers.progress()
+            if _Interrupt.wanted:
+                raise Interrupted("sampling was interrupted, since the node stops")
         return [
             Drawn(ids[:end], values[:end], "stop" if stop else "length")
             for ids, values, end, stop in zip(

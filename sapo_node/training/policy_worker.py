@@ -1,5 +1,6 @@
 """The policy worker: a process with one model that samples and learns in turns, so a completion has one version."""
 
+import signal
 import time
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from safetensors import SafetensorError
 from sapo_node import workers
 from sapo_node.config import InferenceSection, TrainingSection
 from sapo_node.inference.base import SampledBatch
-from sapo_node.inference.sampling import check_sampling
+from sapo_node.inference.sampling import check_sampling, interrupt
 from sapo_node.training import checkpoint
 from sapo_node.training.base import LoadRequest, ModelInfo, SampleRequest, Saved, SaveRequest, StepRequest, StepResult
 from sapo_node.training.policy import load_policy
@@ -79,6 +80,7 @@ class PolicyWorker:
 def main() -> None:
     """Serve until the node is gone."""
     worker = PolicyWorker()
+    signal.signal(signal.SIGUSR1, interrupt)
     workers.serve({"load": worker.load, "sample": worker.sample, "step": worker.step, "save": worker.save})
 
 

@@ -111,6 +111,8 @@ class Rounds:
 
     async def _bear(self, what: str, error: Exception) -> None:
         """Log a fault and pause, longer each time in a row. Raises RoundsFailed when it does not pass."""
+        if self._stop.is_set():
+            return  # the stop interrupts what is being sampled
         self._faults += 1
         log.warning(what, reason=str(error), in_a_row=self._faults)
         if self._faults >= MAX_FAULTS:

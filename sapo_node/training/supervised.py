@@ -7,6 +7,9 @@ reason. A process that could not load its model is ended at once: it is alive, b
 """
 
 import asyncio
+import contextlib
+import os
+import signal
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -69,6 +72,11 @@ class Policy:
         self.restarts = 0
 
     @property
+    def alive(self) -> bool:
+        """Whether the worker runs with a model, so that a call needs no restart."""
+        return self._loaded and self._worker.alive
+
+    @property
     def pid(self) -> int | None:
         """Process id of the worker."""
         return self._worker.pid
@@ -97,6 +105,13 @@ class Policy:
         if folder is None:
             raise ValueError("this policy was made without a folder for checkpoints")
         return await self._guarded(lambda: self._trainer.save(folder, extra))
+
+    def interrupt(self) -> None:
+        """End the sampling that runs now, if any: its call fails. Steps and checkpoints go on undisturbed."""
+        pid = self._worker.pid
+        if self._loaded and self._worker.alive and pid is not None:
+            with contextlib.suppress(ProcessLookupError):  # it died just now, which its call will say
+                os.kill(pid, signal.SIGUSR1)
 
     async def close(self, grace: float = 5.0) -> None:
         """End the worker."""

@@ -209,6 +209,17 @@ def test_sigterm_during_an_evaluation_keeps_what_was_learnt(nodes: Swarm) -> Non
     assert (node.data / "checkpoints" / "step-000002").is_dir()
 
 
+def test_sigterm_interrupts_sampling_that_would_take_long(nodes: Swarm) -> None:
+    rollouts = {"tasks_per_round": 512, "completions_per_task": 64}
+    node = nodes.node("samples", swarm={"enabled": False}, rollouts=rollouts, node={"drain_seconds": 60}).start()
+    node.wait(lambda: bool(node.evals), "the first held-out score, and then sampling", 120)
+    time.sleep(3)
+    started = time.monotonic()
+    assert node.stop() == 0, node.log
+    assert time.monotonic() - started < 15, "32768 completions take far longer"
+    assert node.rounds == []
+
+
 def test_a_second_signal_forces_the_end(nodes: Swarm) -> None:
     node = nodes.node("forced").start().wait_rounds(2)
     assert node.process is not None
