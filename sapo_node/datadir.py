@@ -4,7 +4,6 @@ One node at a time: `flock` on node.lock, which the kernel drops when the node d
 close-on-exec, or a child that outlives the node would keep the lock.
 """
 
-import contextlib
 import errno
 import fcntl
 import os
@@ -13,6 +12,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from sapo_node import durable
 from sapo_node.errors import DataDirLocked, SapoError
 
 FORMAT = 1  # raise it when an older sapo-node would misread what this one writes
@@ -127,7 +127,7 @@ class DataDir:
         try:
             text = self.version.read_text(encoding="utf-8", errors="replace")[:100].strip()
         except FileNotFoundError:
-            _write_whole(self.version, f"{FORMAT}\n")
+            durable.replace(self.version, f"{FORMAT}\n".encode())
             return
         if not text.isdecimal():
             raise DataDirError(
@@ -152,22 +152,3 @@ def _try_lock(descriptor: int, kind: int) -> bool:
 def _read_pid(descriptor: int) -> int | None:
     text = os.pread(descriptor, 20, 0).strip()
     return int(text) if text.isdigit() else None
-
-
-def _write_whole(path: Path, text: str) -> None:
-    """Write a small file so that a crash leaves the old one or the new one, on the disk too."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with open(temporary, "w", encoding="utf-8") as stream:
-            stream.write(text)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            temporary.unlink()
-    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)

@@ -17,6 +17,7 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 
+from sapo_node import durable
 from sapo_node.errors import SapoError
 
 _KEY_HEADER: Final = bytes.fromhex("08011240")
@@ -149,11 +150,7 @@ def _write_new(path: Path, content: bytes) -> None:
         finally:
             with suppress(FileNotFoundError):
                 temporary.unlink()
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        durable.flush(path.parent)
     except FileExistsError:
         raise IdentityError(f"{path}: exists already and is not overwritten; move it away first") from None
     except OSError as error:

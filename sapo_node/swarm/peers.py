@@ -11,16 +11,15 @@ the score alone and is only counted. Being unreachable is no fault either; `cata
 Everything here is computed from the times passed in; only `load_peers` and `save_peers` touch the disk.
 """
 
-import contextlib
 import math
-import os
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from msgspec import Struct
+
+from sapo_node import durable
 
 HALF_LIFE_SECONDS: Final = 1800.0
 """Time in which a score moves half-way back to 0: long against a round, short against a day."""
@@ -162,22 +161,7 @@ class _PeersFile(Struct, kw_only=True):
 def save_peers(path: Path, records: Iterable[PeerRecord]) -> None:
     """Replace the file at once: a crash leaves the old one or the new one, never half of one. Raises OSError."""
     data = msgspec.json.format(msgspec.json.encode(_PeersFile(peers=list(records)[:MAX_SAVED])), indent=1)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+    durable.replace(path, data)
 
 
 def load_peers(path: Path) -> tuple[list[PeerRecord], str | None]:

@@ -7,7 +7,6 @@ No torch here: the node reads `state.json` and exports without it.
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Callable
@@ -16,6 +15,7 @@ from typing import Any, Final
 
 from msgspec import Struct
 
+from sapo_node import durable
 from sapo_node.errors import SapoError
 
 FORMAT: Final = 1
@@ -64,7 +64,7 @@ def write(directory: Path, state: State, fill: Callable[[Path], None], keep: int
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _fsync(directory)
+    durable.flush(directory)
     for old in steps(directory)[:-keep]:
         _remove(old)
     _sweep(directory)
@@ -120,13 +120,5 @@ def _sweep(directory: Path) -> None:
 def _flush(folder: Path) -> None:
     """Every file and folder below, and the folder itself, onto the disk."""
     for path in sorted(folder.rglob("*"), reverse=True):  # files before the folders that hold them
-        _fsync(path)
-    _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        durable.flush(path)
+    durable.flush(folder)
