@@ -392,6 +392,9 @@ async def start_swarm(loopback: Any, names: str, **options: Any) -> list[Node]:
     nodes: list[Node] = []
     for name in names:
         nodes.append(await start_dht(loopback, name, nodes[0] if nodes else None, **options))
+    async with asyncio.timeout(10):  # who called a node enters its table only after answering a ping
+        while not all(node.dht.neighbours() == len(names) - 1 for node in nodes):
+            await asyncio.sleep(0.02)
     return nodes
 
 
