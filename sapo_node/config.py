@@ -145,8 +145,9 @@ class TasksSection(Section):
 class InferenceSection(Section):
     """Who answers."""
 
-    engine: Literal["auto", "transformers"] = "auto"
-    """Engine that samples completions. `transformers` samples beside the trainer on the same weights."""
+    engine: Literal["auto", "vllm", "transformers"] = "auto"
+    """Engine that samples completions. vllm: in a process of its own, while the trainer steps. transformers: beside the
+    trainer, on the same weights, in turns. auto: vllm where a GPU and vllm are present, else transformers."""
 
     max_prompt_tokens: Positive = 512
     """Questions whose prompt is longer are left out, own ones when they are drawn, others' when they are trained on."""
@@ -162,6 +163,29 @@ class InferenceSection(Section):
 
     system_prompt: str = ""
     """Put before the question where the chat template knows a system role."""
+
+    kv_cache_gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    """Memory of vLLM's key-value cache on a CPU, in GiB. On a GPU `gpu_memory_share` decides."""
+
+    gpu_memory_share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Part of a GPU's memory that vLLM may take, its weights included. Empty: computed from what the trainer needs."""
+
+    tensor_parallel: Positive = 1
+    """GPUs that vLLM splits the model over."""
+
+    weight_transfer: Literal["files", "ipc", "nccl"] = "files"
+    """How new weights reach vLLM: as files in memory; ipc, on one GPU that both share; nccl, between GPUs."""
+
+    weights_dir: Path | None = None
+    """Folder through which weights reach vLLM. Empty: in memory (/dev/shm) where there is room, else in the data
+    directory."""
+
+    sync_tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Largest mean difference between vLLM's and the trainer's log-probs of a fixed prompt after new weights; beyond it
+    vLLM is restarted. Empty: 0.001 for float32, 0.1 for bfloat16."""
+
+    start_seconds: Seconds = 600.0
+    """How long one stage of vLLM's start (loading the model, warming up) may take."""
 
 
 class RolloutsSection(Section):
