@@ -23,6 +23,8 @@ from sapo_node.datadir import DataDir
 from sapo_node.errors import SapoError
 from sapo_node.evaluate import HeldOut, NothingHeldOut, Stopped
 from sapo_node.identity import Identity
+from sapo_node.inference.base import EngineStatus
+from sapo_node.inference.paired import PairedPolicy
 from sapo_node.monitor import history
 from sapo_node.monitor import log as logging_setup
 from sapo_node.monitor.metrics import EvalRecord, EventRecord, Record, RoundRecord
@@ -172,7 +174,8 @@ class Node:
         stack.push_async_callback(self._pool.close)
         self._scorers = ScorerPool(config.tasks.scorers, config.tasks.answer_seconds)
         stack.push_async_callback(self._scorers.close)
-        self._policy = Policy(config, self._data.checkpoints, self._forget_lost_line)
+        kind = PairedPolicy if config.inference.engine == "vllm" else Policy
+        self._policy = kind(config, self._data.checkpoints, self._forget_lost_line)
         stack.push_async_callback(self._policy.close)
         self._swarm = SwarmService(config, self._identity, self._data) if config.swarm.enabled else None
         if self._swarm is not None:
@@ -334,6 +337,7 @@ class Node:
         """
         try:
             stop = None if last else self._stop
+            await self._policy.settled()
             record = await self._held.score(self._policy, self._scorers, round=self._policy.version, stop=stop)
         except Stopped:
             return
@@ -406,7 +410,8 @@ class Node:
             self._status()
 
     def _status(self) -> None:
-        policy = getattr(self, "_policy", None)
+        policy: Policy | None = getattr(self, "_policy", None)
+        engine = policy.engine if policy else EngineStatus(name="", state="")
         swarm = getattr(self, "_swarm", None)
         status = NodeStatus(
             pid=os.getpid(),
@@ -425,6 +430,10 @@ class Node:
             held_out_start=self._held_out_start,
             shortage=self._shortage,
             reason=self._reason,
+            engine=engine.name,
+            engine_state=engine.state,
+            engine_restarts=engine.restarts,
+            sync_faults=engine.sync_faults,
             model=policy.info.name if policy and policy.info else self._config.training.model,
             swarm=self._config.swarm.name if self._config.swarm.enabled else "",
         )

@@ -75,6 +75,7 @@ def table(data_dir: Path, running: bool, status: NodeStatus | None, now: float) 
         "state": status.state + (f": {status.reason}" if status.reason else ""),
         "round": f"{status.round} (policy version {status.policy_version})",
         "model": status.model,
+        "engine": engine(status),
         "swarm": f"{status.swarm}, {status.peers} peer{'' if status.peers == 1 else 's'}" if status.swarm else "",
         "peer id": status.peer_id,
         "addresses": "\n           ".join(status.addresses),
@@ -84,6 +85,13 @@ def table(data_dir: Path, running: bool, status: NodeStatus | None, now: float) 
         "data": str(data_dir),
     }
     return "\n".join(f"{name:<9}  {text}" for name, text in facts.items() if text)
+
+
+def engine(status: NodeStatus) -> str:
+    """What samples completions, how it is, and what befell it."""
+    troubles = [f"started again {status.engine_restarts} times"] if status.engine_restarts else []
+    troubles += [f"{status.sync_faults} exchanges of weights went wrong"] if status.sync_faults else []
+    return "; ".join([part for part in (f"{status.engine}, {status.engine_state}", *troubles) if part.strip(", ")])
 
 
 def duration(seconds: float) -> str:

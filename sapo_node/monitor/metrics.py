@@ -56,6 +56,19 @@ class RoundRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="roun
     staleness_local: float | None = None
     """Mean number of policy versions between sampling and training of the own groups."""
 
+    staleness_max: int | None = None
+    """Most policy versions between the sampling of a token and training on it, over the own groups; `max_staleness`
+    bounds it."""
+
+    mixed_completions: int = 0
+    """Own completions in the training set during whose sampling new weights arrived."""
+
+    wait_seconds: float | None = None
+    """How long the trainer had nothing to do since the last round, because own groups were still being sampled."""
+
+    sync_stall_seconds: float | None = None
+    """How long sampling stood still for the newest exchange of weights; null where the engine shares the trainer's."""
+
     age_external_seconds: float | None = None
     """Mean age of the external groups when they were trained on, by their senders' clocks."""
 

@@ -71,6 +71,19 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     reason: str = ""
     """Why it is in this state, or why it stopped; a sentence for people."""
 
+    engine: str = ""
+    """What samples completions: vllm or transformers."""
+
+    engine_state: str = ""
+    """What the engine is doing, or why it does not run."""
+
+    engine_restarts: int = 0
+    """How often the engine was started again by this process."""
+
+    sync_faults: int = 0
+    """Exchanges of weights that failed, or after which the engine's log-probs were not the trainer's; each was mended
+    by a restart of the engine."""
+
     model: str = ""
     """Name of the policy's model."""
 

@@ -55,6 +55,10 @@ class NothingToDraw(Exception):
     """The mixture gave no question that may be trained on; the message says why."""
 
 
+class LostVersion(Exception):
+    """The policy went back to a checkpoint after this batch was sampled."""
+
+
 class Sampling:
     """Draws groups for one node."""
 
@@ -82,7 +86,7 @@ class Sampling:
     async def draw(self, first: int, extra: int) -> SampledGroups:
         """Draw and sample `first` groups that count as first-drawn, and `extra` ones that fill a shortage.
 
-        Raises NothingToDraw, and whatever the engine, the scorers or the pool raise.
+        Raises NothingToDraw, LostVersion, and whatever the engine, the scorers or the pool raise.
         """
         drawn = await self._questions(first + extra)
         params = SamplingParams(
@@ -92,6 +96,8 @@ class Sampling:
         )
         batch = await self._engine.sample([one.question.text for one in drawn], params)
         sampled_at = time.time()
+        if batch.policy_version > self._engine.version:
+            raise LostVersion(f"a batch of version {batch.policy_version} is of steps that were lost; it is dropped")
         drawn, first, batch = _answered(drawn, first, batch)
         judged = await asyncio.gather(
             *(self._judge(one, group) for one, group in zip(drawn, batch.groups, strict=True))
@@ -224,7 +230,14 @@ def _pool_group(
     one: Drawn, group: list[Sampled], rewards: list[float], sampled_at: float, batch: SampledBatch, *, first_drawn: bool
 ) -> NewGroup:
     completions = [
-        TrainCompletion(text=s.text, finish=s.finish, token_ids=s.token_ids, logprobs=s.logprobs) for s in group
+        TrainCompletion(
+            text=s.text,
+            finish=s.finish,
+            token_ids=s.token_ids,
+            logprobs=s.logprobs,
+            policy_versions=s.policy_versions,
+        )
+        for s in group
     ]
     return NewGroup(
         task=one.ref,
@@ -233,7 +246,7 @@ def _pool_group(
         completions=completions,
         rewards=rewards,
         sampled_at=sampled_at,
-        policy_version=batch.policy_version,
+        policy_version=oldest(group, batch),
         first_drawn=first_drawn,
     )
 
@@ -244,5 +257,10 @@ def _wire_group(one: Drawn, group: list[Sampled], sampled_at: float, batch: Samp
         question_sha256=one.question.sha256,
         completions=[Completion(text=s.text, finish=s.finish, n_tokens=len(s.token_ids)) for s in group],
         sampled_at=sampled_at,
-        policy_version=batch.policy_version,
+        policy_version=oldest(group, batch),
     )
+
+
+def oldest(group: list[Sampled], batch: SampledBatch) -> int:
+    """The oldest policy version under which a token of the group was sampled: what its staleness is counted from."""
+    return min((version for one in group for version in one.policy_versions), default=batch.policy_version)

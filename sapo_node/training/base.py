@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from sapo_node.inference.base import SamplingParams
+from sapo_node.inference.base import Probe, SamplingParams
 from sapo_node.rollouts.schema import Finish
 
 Origin = Literal["local", "external"]
@@ -17,6 +17,7 @@ class TrainCompletion(Struct, frozen=True, kw_only=True):
     finish: Finish
     token_ids: list[int] | None = None
     logprobs: list[float] | None = None  # under the engine that sampled it; None: take the trainer's own as old ones
+    policy_versions: list[int] = []  # of ours, under which its tokens were sampled, oldest first; empty: external
 
 
 class TrainGroup(Struct, frozen=True, kw_only=True):
@@ -28,7 +29,7 @@ class TrainGroup(Struct, frozen=True, kw_only=True):
     question: str
     completions: list[TrainCompletion]
     rewards: list[float]
-    policy_version: int  # of its sampler; comparable with ours for local groups only
+    policy_version: int  # oldest of its sampler's versions; comparable with ours for local groups only
 
 
 class StepResult(Struct, frozen=True, kw_only=True):
@@ -51,6 +52,9 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     device: str
     notes: list[str]  # what its owner should be told once, for example a missing chat template
     policy_version: int = 0  # optimiser steps it has taken; > 0 after a resume
+    stop_ids: list[int] = []  # tokens that end a completion
+    max_length: int = 0  # positions that the model knows
+    weight_bytes: int = 0
 
 
 class LoadRequest(Struct, frozen=True, kw_only=True):
@@ -88,4 +92,27 @@ class Saved(Struct, frozen=True, kw_only=True):
 
     path: str
     policy_version: int
+    seconds: float
+
+
+class ShareRequest(Struct, frozen=True, kw_only=True):
+    """Asks for the newest weights, for an engine in another process."""
+
+    directory: str
+    """They go into a new folder in here."""
+
+    whole: bool
+    """Whether the engine starts from it: config and tokenizer beside the weights."""
+
+    transfer: Literal["files", "ipc", "nccl"] = "files"
+    """Other than files: a description of the tensors goes into `Weights.transfer` instead."""
+
+
+class Weights(Struct, frozen=True, kw_only=True):
+    """The weights of one version, on their way to an engine."""
+
+    policy_version: int
+    probe: Probe
+    path: str | None = None
+    transfer: dict[str, Any] | None = None
     seconds: float

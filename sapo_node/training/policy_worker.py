@@ -12,8 +12,19 @@ from sapo_node.config import InferenceSection, TrainingSection
 from sapo_node.inference.base import SampledBatch
 from sapo_node.inference.sampling import check_sampling, interrupt
 from sapo_node.training import checkpoint
-from sapo_node.training.base import LoadRequest, ModelInfo, SampleRequest, Saved, SaveRequest, StepRequest, StepResult
+from sapo_node.training.base import (
+    LoadRequest,
+    ModelInfo,
+    SampleRequest,
+    Saved,
+    SaveRequest,
+    ShareRequest,
+    StepRequest,
+    StepResult,
+    Weights,
+)
 from sapo_node.training.policy import load_policy
+from sapo_node.training.share import share
 from sapo_node.training.trainer import Trainer
 
 
@@ -63,6 +74,11 @@ class PolicyWorker:
         """One round's optimiser step."""
         return self._trainer.step(request.groups)
 
+    def share(self, request: ShareRequest) -> Weights:
+        """The newest weights, for an engine in another process. A disk that refuses raises."""
+        trainer = self._trainer
+        return share(trainer.policy, trainer.version, trainer.max_prompt, request)
+
     def save(self, request: SaveRequest) -> Saved:
         """Write a checkpoint. A disk that refuses raises; the older checkpoints are then untouched."""
         started, trainer = time.monotonic(), self._trainer
@@ -81,7 +97,9 @@ def main() -> None:
     """Serve until the node is gone."""
     worker = PolicyWorker()
     signal.signal(signal.SIGUSR1, interrupt)
-    workers.serve({"load": worker.load, "sample": worker.sample, "step": worker.step, "save": worker.save})
+    workers.serve(
+        {"load": worker.load, "sample": worker.sample, "step": worker.step, "save": worker.save, "share": worker.share}
+    )
 
 
 if __name__ == "__main__":

@@ -3,7 +3,17 @@
 from pathlib import Path
 from typing import Any, Final
 
-from sapo_node.training.base import LoadRequest, ModelInfo, Saved, SaveRequest, StepRequest, StepResult, TrainGroup
+from sapo_node.training.base import (
+    LoadRequest,
+    ModelInfo,
+    Saved,
+    SaveRequest,
+    ShareRequest,
+    StepRequest,
+    StepResult,
+    TrainGroup,
+    Weights,
+)
 from sapo_node.workers import Worker
 
 POLICY_MODULE: Final = "sapo_node.training.policy_worker"
@@ -33,3 +43,7 @@ class RemoteTrainer:
         """Write a checkpoint into `directory`, with the node's own `extra` state beside the trainer's."""
         request = SaveRequest(directory=str(directory), extra=extra)
         return await self._worker.call("save", request, Saved, deadline=SAVE_SECONDS)
+
+    async def share(self, request: ShareRequest) -> Weights:
+        """The newest weights, for an engine in another process."""
+        return await self._worker.call("share", request, Weights, deadline=SAVE_SECONDS)

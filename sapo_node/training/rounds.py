@@ -3,6 +3,9 @@
 `sampling_loop` draws batches of groups and may run `max_staleness` batches ahead. `training_loop` takes one batch after
 another: it asks the SAPO sampler which own and external groups make the round (`sapo.plan_round`), draws what is
 missing, counts the uses durably, and steps. A round is one optimiser step; nobody else's round matters.
+
+Where sampling has an engine of its own and that is down, rounds are taken on what there is: J external groups, and own
+ones that are left.
 """
 
 import asyncio
@@ -20,7 +23,7 @@ from sapo_node.config import NodeConfig
 from sapo_node.errors import SapoError
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.rollouts.pool import Pool, PoolError
-from sapo_node.rollouts.sampling import NothingToDraw, SampledGroups, Sampling
+from sapo_node.rollouts.sampling import LostVersion, NothingToDraw, SampledGroups, Sampling
 from sapo_node.tasks.base import TaskRefused
 from sapo_node.training.base import StepResult, TrainGroup
 from sapo_node.training.sapo import Candidate, RoundPlan, informative, plan_round
@@ -38,9 +41,13 @@ for ever; the round then goes on with what it has."""
 MAX_FAULTS: Final = 10  # in a row, without a round between them; with the pauses below about three minutes
 LONGEST_PAUSE_SECONDS: Final = 30.0
 EXPIRE_EVERY_ROUNDS: Final = 10
+LOOK_SECONDS: Final = 1.0  # between two looks at whether a round can be taken while the engine is down
+
+NOTHING_DRAWN: Final = SampledGroups(ids=[], rewards_first_drawn=[], tokens=0, seconds=0.0, published=0)
+"""Stands for a batch in rounds that are taken while the engine is down."""
 
 
-FAULTS: Final = (PolicyLost, NothingToDraw, TaskRefused, WorkerError, PoolError)
+FAULTS: Final = (PolicyLost, LostVersion, NothingToDraw, TaskRefused, WorkerError, PoolError)
 """What a batch or a round may fail on without ending the node: a worker that is restarted, a question that cannot be
 generated, an epoch whose indices are used up, a disk that is full for a while."""
 
@@ -81,6 +88,8 @@ class Rounds:
         self._drawn: asyncio.Queue[SampledGroups] = asyncio.Queue(maxsize=ahead)
         self._last_end = time.monotonic()
         self._faults = 0  # in a row
+        self._waited = 0.0  # seconds for which the trainer had nothing to do since the last round
+        self._settling: asyncio.Task[None] | None = None
         self._attempts = 0  # rounds begun by this process; unlike versions it never goes back
 
     async def sampling_loop(self) -> None:
@@ -88,6 +97,7 @@ class Rounds:
         while not self._stop.is_set():
             if await until(self._stop, self._room.acquire()) is None:
                 return
+            await until(self._stop, self._policy.until_it_samples())
             try:
                 batch = await self._sampling.draw(self._config.tasks_per_round, await self._expected_shortage())
             except FAULTS as error:
@@ -100,9 +110,11 @@ class Rounds:
         """Take rounds until the node stops or has taken `node.max_rounds`."""
         limit = self._config.node.max_rounds
         while not self._stop.is_set() and (limit == 0 or self._policy.version < limit):
-            batch = await until(self._stop, self._drawn.get())
+            began = time.monotonic()
+            batch = await until(self._stop, self._next_batch())
             if batch is None:
                 break
+            self._waited += time.monotonic() - began
             try:
                 await self._round(batch)
             except FAULTS as error:
@@ -119,8 +131,19 @@ class Rounds:
             raise RoundsFailed(f"{what}, {self._faults} times in a row: {error}") from error
         await until(self._stop, asyncio.sleep(min(LONGEST_PAUSE_SECONDS, 2.0 ** (self._faults - 1))))
 
+    async def _next_batch(self) -> SampledGroups:
+        """The next batch that was drawn. While the engine is down: NOTHING_DRAWN, once there are J groups of others."""
+        while True:
+            try:
+                async with asyncio.timeout(LOOK_SECONDS):
+                    return await self._drawn.get()
+            except TimeoutError:
+                wanted = self._config.training.external_groups
+                if not self._policy.can_sample and wanted and await self._usable_external() >= wanted:
+                    return NOTHING_DRAWN
+
     async def _round(self, batch: SampledGroups) -> None:
-        released = False
+        released = batch is NOTHING_DRAWN  # which took no room
         try:
             batch, plan, chosen = await self._plan(batch)
             self._attempts += 1
@@ -133,6 +156,9 @@ class Rounds:
                 released = True
             version = self._policy.version
             result = await self._policy.step(groups)
+            if not released:
+                released = True
+                await self._release_when_settled()
         finally:
             if not released:
                 self._room.release()
@@ -141,6 +167,22 @@ class Rounds:
         await self._events.recorded(record)
         if record.round % EXPIRE_EVERY_ROUNDS == 0:
             await self._pool.expire(time.time(), self._policy.version, self._config.training.max_staleness)
+
+    async def _release_when_settled(self) -> None:
+        """Let the next batch be sampled once the engine has this step's weights; the next step need not wait for that,
+        unless sampling may not run ahead at all."""
+
+        async def settle() -> None:
+            try:
+                await self._policy.settled()
+            finally:
+                self._room.release()
+
+        if self._settling is not None:
+            await self._settling
+        self._settling = asyncio.create_task(settle(), name="settle")
+        if self._config.training.max_staleness == 0:
+            await self._settling
 
     async def _plan(self, batch: SampledGroups) -> tuple[SampledGroups, RoundPlan, list[Candidate]]:
         """The round's plan, after drawing (or waiting for) what it says is missing; within bounds."""
@@ -153,8 +195,10 @@ class Rounds:
             external = await self._pool.external_candidates(now)
             plan = plan_round(training, self._config.rollouts, local, external, self._rng)
             missing = plan.need_local + plan.resample
-            if missing and draws < MAX_EXTRA_DRAWS and not self._stop.is_set():
+            if missing and draws < MAX_EXTRA_DRAWS and self._policy.can_sample and not self._stop.is_set():
+                began = time.monotonic()
                 batch = _with_extra(batch, await self._sampling.draw(0, missing))
+                self._waited += time.monotonic() - began
                 draws += 1
             elif plan.wait and time.monotonic() < give_up and not self._stop.is_set():
                 await until(self._stop, asyncio.sleep(0.2))
@@ -166,9 +210,11 @@ class Rounds:
         training = self._config.training
         if training.on_shortage != "local" or not training.external_groups:
             return 0
+        return max(0, training.external_groups - await self._usable_external())
+
+    async def _usable_external(self) -> int:
         external = await self._pool.external_candidates(time.time())
-        usable = sum(informative(candidate.rewards) for candidate in external)
-        return max(0, training.external_groups - usable)
+        return sum(informative(candidate.rewards) for candidate in external)
 
     def _record(
         self,
@@ -190,6 +236,7 @@ class Rounds:
             producers[group.producer] = producers.get(group.producer, 0) + 1
         now = time.monotonic()
         seconds, self._last_end = now - self._last_end, now
+        waited, self._waited = self._waited, 0.0
         metrics = dict(result.metrics)
         return RoundRecord(
             round=result.policy_version,
@@ -205,6 +252,10 @@ class Rounds:
             shortage=max(plan.shortage, self._config.training.external_groups - len(external)),
             external_producers=producers,
             staleness_local=mean([version - group.policy_version for group in local]),
+            staleness_max=max((version - group.policy_version for group in local), default=None),
+            mixed_completions=sum(len(one.policy_versions) > 1 for group in local for one in group.completions),
+            wait_seconds=waited,
+            sync_stall_seconds=self._policy.engine.stall_seconds,
             age_external_seconds=mean([by_id[group.group_id].age_seconds for group in external]),
             producer_gradients=result.producer_gradients,
             tokens_sampled=batch.tokens,

@@ -18,10 +18,10 @@ import structlog
 
 from sapo_node.config import NodeConfig
 from sapo_node.errors import SapoError
-from sapo_node.inference.base import SampledBatch, SamplingParams
+from sapo_node.inference.base import EngineStatus, SampledBatch, SamplingParams
 from sapo_node.inference.transformers import TransformersEngine
 from sapo_node.training import checkpoint
-from sapo_node.training.base import LoadRequest, ModelInfo, Saved, StepResult, TrainGroup
+from sapo_node.training.base import LoadRequest, ModelInfo, Saved, ShareRequest, StepResult, TrainGroup, Weights
 from sapo_node.training.remote import POLICY_MODULE, RemoteTrainer
 from sapo_node.workers import CallFailed, Refused, Worker, WorkerError
 
@@ -46,7 +46,8 @@ class PolicyFailed(SapoError):
 class Policy:
     """The policy of one node. `version` counts the optimiser steps it has taken."""
 
-    takes_turns: Final = True  # sampling and stepping share one queue, so a batch has exactly one version
+    takes_turns: bool = True  # sampling and stepping share one queue, so a batch has exactly one version
+    engine_name = "transformers"
 
     def __init__(
         self, config: NodeConfig, checkpoints: Path | None, on_restart: Callable[[], Awaitable[None]] | None = None
@@ -105,6 +106,28 @@ class Policy:
         if folder is None:
             raise ValueError("this policy was made without a folder for checkpoints")
         return await self._guarded(lambda: self._trainer.save(folder, extra))
+
+    async def share(self, request: ShareRequest) -> Weights:
+        """The newest weights for an engine elsewhere. Raises PolicyLost, PolicyFailed, or CallFailed (the disk)."""
+        return await self._guarded(lambda: self._trainer.share(request))
+
+    # What follows is different where sampling has an engine of its own (`inference/paired.py`).
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether asking for completions makes sense now."""
+        return True
+
+    async def until_it_samples(self) -> None:
+        """Wait until `can_sample`."""
+
+    async def settled(self) -> None:
+        """Wait until completions are sampled by the newest version."""
+
+    @property
+    def engine(self) -> EngineStatus:
+        """How the engine that samples is."""
+        return EngineStatus(name=self.engine_name, state=self._worker.stage, restarts=self.restarts)
 
     def interrupt(self) -> None:
         """End the sampling that runs now, if any: its call fails. Steps and checkpoints go on undisturbed."""

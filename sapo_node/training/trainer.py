@@ -148,6 +148,9 @@ class Trainer:
             device=str(self.policy.device),
             notes=notes,
             policy_version=self.version,
+            stop_ids=list(self.policy.stop_ids),
+            max_length=self.policy.max_length,
+            weight_bytes=sum(p.numel() * p.element_size() for p in self.policy.model.parameters()),
         )
 
     # ---- sampling ----------------------------------------------------------------------------------------------------
@@ -176,7 +179,13 @@ class Trainer:
         for index, completions in zip(fitting, drawn, strict=True):
             texts = self.policy.encoder.decode([one.token_ids for one in completions])
             groups[index] = [
-                Sampled(text=text, finish=one.finish, token_ids=one.token_ids, logprobs=one.logprobs)
+                Sampled(
+                    text=text,
+                    finish=one.finish,
+                    token_ids=one.token_ids,
+                    logprobs=one.logprobs,
+                    policy_versions=[self.version],
+                )
                 for text, one in zip(texts, completions, strict=True)
             ]
         return SampledBatch(groups=groups, policy_version=self.version, seconds=time.monotonic() - started)

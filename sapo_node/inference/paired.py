@@ -1,0 +1,151 @@
+"""A policy whose completions come from an engine of its own: vLLM samples while the trainer steps.
+
+To the node it is a `Policy` like any other. A step ends in the trainer; the new weights then follow to the engine while
+the next step may already run, and `settled` waits for them. How far sampling may lag behind is bounded twice: the loops
+of a node start a batch only when the weights of `max_staleness` steps before are in place (training/rounds.py), and the
+pool gives out no group whose oldest token is staler (rollouts/pool.py), whatever was restarted in between.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+from sapo_node.config import NodeConfig
+from sapo_node.errors import SapoError
+from sapo_node.inference.base import EngineStatus, SampledBatch, SamplingParams
+from sapo_node.inference.vllm import EngineDown, NoWeights, VLLMEngine, WeightsDiffer
+from sapo_node.inference.weights import WeightsFolder
+from sapo_node.training.base import ModelInfo, ShareRequest, StepResult, TrainGroup, Weights
+from sapo_node.training.supervised import Policy, PolicyFailed, PolicyLost
+from sapo_node.workers import CallFailed, Refused, WorkerError
+
+
+class PairedPolicy(Policy):
+    """A trainer and a vLLM engine."""
+
+    takes_turns = False
+    engine_name = "vllm"
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        checkpoints: Path | None,
+        on_restart: Callable[[], Awaitable[None]] | None = None,
+        gpu_memory_share: float | None = None,
+    ) -> None:
+        """As `Policy`. `gpu_memory_share` is the engine's part of a GPU."""
+        super().__init__(config, checkpoints, self._came_back)
+        self._then = on_restart
+        self._engine_process = VLLMEngine(config, self._share, gpu_memory_share)
+        self._folder: WeightsFolder | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self._following: asyncio.Task[None] | None = None
+
+    async def start(self) -> ModelInfo:
+        """Load the model, and start vLLM on it. Raises Refused, PolicyFailed or SapoError."""
+        engine = self._engine_process
+        telling = asyncio.create_task(engine.tell_stages(), name="vllm: tell")
+        self._tasks.append(telling)
+        try:
+            async with asyncio.TaskGroup() as group:
+                launch = group.create_task(engine.launch(), name="vllm")
+                load = group.create_task(super().start(), name="policy")
+            info = load.result()
+            assert launch.done()
+            settings = self._config
+            self._folder = WeightsFolder.prepare(
+                settings.inference.weights_dir, settings.node.data_dir, info.weight_bytes
+            )
+            await engine.start(info)
+        except* (WorkerError, WeightsDiffer, NoWeights) as errors:
+            raise PolicyFailed(f"vLLM cannot be started: {_first(errors)}") from errors
+        except* (Refused, SapoError) as errors:
+            raise _first(errors) from errors
+        self._tasks.append(asyncio.create_task(engine.keep_up(), name="vllm: keep up"))
+        return info
+
+    async def sample(self, questions: list[str], params: SamplingParams) -> SampledBatch:
+        """Draw completions. Raises PolicyLost when the engine does not run, or the policy went back meanwhile."""
+        life = self.restarts
+        try:
+            batch = await self._engine_process.sample(questions, params)
+        except (WorkerError, EngineDown) as error:
+            raise PolicyLost(str(error)) from error
+        if self.restarts != life:
+            raise PolicyLost("the policy went back to a checkpoint while this batch was sampled")
+        return batch
+
+    async def step(self, groups: list[TrainGroup]) -> StepResult:
+        """One optimiser step; its weights are then on their way to the engine."""
+        for task in self._tasks:
+            if task.done() and not task.cancelled():
+                task.result()  # a fault of ours in there must not stay unseen
+        result = await super().step(groups)
+        if self._following is not None:
+            await self._following  # one exchange at a time; the engine is never further behind
+        self._following = asyncio.create_task(self._engine_process.follow(), name="vllm: follow")
+        return result
+
+    async def settled(self) -> None:
+        """Wait until the engine has the newest weights, or is down."""
+        if self._following is not None:
+            await asyncio.wait({self._following})  # not awaited itself: a waiter that gives up must not cancel it
+
+    @property
+    def can_sample(self) -> bool:
+        """Whether the engine runs."""
+        return self._engine_process.up
+
+    async def until_it_samples(self) -> None:
+        """Wait until the engine runs."""
+        await self._engine_process.until_up()
+
+    @property
+    def engine(self) -> EngineStatus:
+        """How vLLM is."""
+        engine = self._engine_process
+        return EngineStatus(
+            name="vllm",
+            state=engine.state,
+            restarts=engine.restarts,
+            sync_faults=engine.sync_faults,
+            stall_seconds=engine.stall_seconds,
+        )
+
+    def interrupt(self) -> None:
+        """End the sampling that runs now: its calls fail."""
+        self._tasks.append(asyncio.create_task(self._engine_process.interrupt(), name="vllm: interrupt"))
+
+    async def close(self, grace: float = 5.0) -> None:
+        """End both processes and remove the weights between them."""
+        for task in [*self._tasks, *([self._following] if self._following else [])]:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+        await self._engine_process.close()
+        await super().close(grace)
+        if self._folder is not None:
+            self._folder.remove()
+
+    async def _share(self, whole: bool) -> Weights:
+        assert self._folder is not None, "made when the policy was loaded"
+        try:
+            weights = await self.share(ShareRequest(directory=str(self._folder.path), whole=whole))
+            self._folder.keep_only(weights.path)
+        except (PolicyLost, CallFailed, OSError) as error:
+            raise NoWeights(f"the trainer's weights could not be had: {error}") from error
+        return weights
+
+    async def _came_back(self) -> None:
+        """The trainer went back to a checkpoint: what vLLM has, and what it is sampling, are of steps that are lost."""
+        await self._engine_process.end("the policy went back to a checkpoint")
+        if self._then is not None:
+            await self._then()
+
+
+def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    error: BaseException = errors
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,43 @@
+"""What runs inside vLLM's own worker processes: new weights go into the model there.
+
+vLLM mixes `WeightSync` into its worker class (`worker_extension_cls`), so `self` is that worker.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sapo_node.inference import gpu_transfer
+
+
+class WeightSync:
+    """Methods that `collective_rpc` calls, in every worker of the engine."""
+
+    model_runner: Any
+    device: torch.device
+
+    def sapo_reload(self, folder: str) -> None:
+        """Take the weights from safetensors in a folder."""
+        self.model_runner.reload_weights(weights_path=folder)
+        repack(self.model_runner.get_model())
+
+    def sapo_receive(self, transfer: dict[str, Any]) -> None:
+        """Take the weights from GPU memory; see `gpu_transfer`. No GPU has run this yet."""
+        weights: Iterator[tuple[str, Tensor]] = gpu_transfer.receive(transfer, self.device)
+        self.model_runner.reload_weights(weights_iterator=weights)
+        repack(self.model_runner.get_model())
+
+
+def repack(model: nn.Module) -> None:
+    """Pack a tied output layer again.
+
+    CPU kernels keep linear weights in a packed copy. A reload packs every layer it has loaded, but the output layer of
+    a model with tied embeddings is not loaded under a name of its own: its packed copy stays that of the old weights,
+    and log-probs are silently wrong. Packing it once more costs little where it was not needed.
+    """
+    head = getattr(model, "lm_head", None)
+    method = getattr(head, "quant_method", None)
+    if head is not None and method is not None:
+        method.process_weights_after_loading(head)

@@ -1,0 +1,64 @@
+"""The folder through which weights pass from the trainer to an engine in another process.
+
+In memory (/dev/shm, a tmpfs on Linux) where there is room, since a disk would wear and wait; else in the data
+directory. The folder is ours alone, is emptied at the start, holds one version at a time, and goes when the node ends.
+What a node that was killed left behind is removed by its next start: the folder's name follows from the data directory.
+"""
+
+import hashlib
+import os
+import shutil
+import stat
+from pathlib import Path
+from typing import Final
+
+from sapo_node.errors import SapoError
+
+MEMORY: Final = Path("/dev/shm")
+VERSIONS_AT_ONCE: Final = 2  # the one being written and the one that an engine may still read
+RESERVE_BYTES: Final = 16 << 20  # left to others in a small /dev/shm, as containers have it
+
+
+class WeightsFolder:
+    """One node's folder of weights."""
+
+    def __init__(self, path: Path) -> None:
+        """Use `prepare`."""
+        self.path = path
+
+    @classmethod
+    def prepare(cls, wanted: Path | None, data_dir: Path, weight_bytes: int) -> "WeightsFolder":
+        """An empty folder, at `wanted` or where there is room for weights of this size. Raises SapoError."""
+        base = wanted or (MEMORY if _has_room(MEMORY, weight_bytes) else data_dir / "run")
+        name = hashlib.sha256(os.fsencode(data_dir.absolute())).hexdigest()[:16]
+        path = base / f"sapo-node-{os.geteuid()}-{name}"
+        try:
+            base.mkdir(parents=True, exist_ok=True)
+            path.mkdir(mode=0o700, exist_ok=True)
+            status = path.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+                raise SapoError(f"{path} belongs to someone else; remove it, or set inference.weights_dir")
+            path.chmod(0o700)
+        except OSError as error:
+            raise SapoError(f"{path}: cannot make a folder for weights: {error.strerror or error}") from error
+        folder = cls(path)
+        folder.keep_only(None)
+        return folder
+
+    def keep_only(self, newest: str | None) -> None:
+        """Remove every version but the one in the folder `newest` (a path below this one)."""
+        for old in self.path.iterdir():
+            if newest is None or old != Path(newest):
+                shutil.rmtree(old)
+
+    def remove(self) -> None:
+        """Remove the folder with all in it."""
+        shutil.rmtree(self.path, ignore_errors=True)  # best effort: the next start empties it
+
+
+def _has_room(folder: Path, weight_bytes: int) -> bool:
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK) and free >= VERSIONS_AT_ONCE * weight_bytes + RESERVE_BYTES
