@@ -14,7 +14,6 @@ module in them before anything else, under the name `__mp_main__`.
 import asyncio
 import ctypes
 import importlib
-import multiprocessing
 import os
 import signal
 import socket
@@ -249,5 +248,5 @@ if __name__ == "__main__":
     from sapo_node import worker_child
 
     worker_child.child_main(sys.argv[1], int(sys.argv[2]))
-elif __name__ == "__mp_main__" and (_spawner := multiprocessing.parent_process()) is not None:
-    die_with_parent(_spawner.pid or os.getppid())
+elif __name__ == "__mp_main__":
+    die_with_parent(os.getppid())

@@ -237,19 +237,25 @@ class Worker:
             with contextlib.suppress(ConnectionError):
                 self._writer.write(frame(Stop()))
                 self._writer.write_eof()
-            try:
+            with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace):
                     await self._process.wait()
-            except TimeoutError:
-                self._process.kill()
+            self._kill_group()
         await self._reap()
         self._lose(WorkerDied(f"the {self.name} worker was stopped"))
 
     async def _kill(self, fault: WorkerError) -> None:
         self._lose(fault)
         if self._process is not None and self._process.returncode is None:
-            self._process.kill()
+            self._kill_group()
         await self._reap()
+
+    def _kill_group(self) -> None:
+        """Kill the process, if it runs, and those it has spawned: one that outlived it would hold its output open. Only
+        called at its end, while no other process can have got its number."""
+        assert self._process is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
 
     async def _reap(self) -> None:
         """Collect what is left of the last process, if any."""
@@ -311,12 +317,11 @@ class Worker:
     async def _tell_death(self) -> None:
         """The channel closed: the process has ended or is about to; find out how, with its last words."""
         assert self._process is not None
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
-                code = await self._process.wait()
-        except TimeoutError:
-            self._process.kill()
-            code = await self._process.wait()
+                await self._process.wait()
+        self._kill_group()
+        code = await self._process.wait()
         await asyncio.sleep(0.05)  # let the last lines arrive
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         words = "".join(f"\n  {line}" for line in list(self._lines)[-12:])

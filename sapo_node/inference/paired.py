@@ -12,13 +12,12 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from sapo_node.config import NodeConfig
-from sapo_node.errors import SapoError
 from sapo_node.inference.base import EngineStatus, SampledBatch, SamplingParams
-from sapo_node.inference.vllm import EngineDown, NoWeights, VLLMEngine, WeightsDiffer
+from sapo_node.inference.vllm import FAULTS, EngineDown, NoWeights, VLLMEngine
 from sapo_node.inference.weights import WeightsFolder
 from sapo_node.training.base import ModelInfo, ShareRequest, StepResult, TrainGroup, Weights
 from sapo_node.training.supervised import Policy, PolicyFailed, PolicyLost
-from sapo_node.workers import CallFailed, Refused, WorkerError
+from sapo_node.workers import CallFailed, WorkerError
 
 
 class PairedPolicy(Policy):
@@ -37,7 +36,7 @@ class PairedPolicy(Policy):
         """As `Policy`. `gpu_memory_share` is the engine's part of a GPU."""
         super().__init__(config, checkpoints, self._came_back)
         self._then = on_restart
-        self._engine_process = VLLMEngine(config, self._share, gpu_memory_share)
+        self._engine_process = VLLMEngine(config, self._share, self._send, gpu_memory_share)
         self._folder: WeightsFolder | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._following: asyncio.Task[None] | None = None
@@ -49,19 +48,19 @@ class PairedPolicy(Policy):
         self._tasks.append(telling)
         try:
             async with asyncio.TaskGroup() as group:
-                launch = group.create_task(engine.launch(), name="vllm")
+                group.create_task(engine.launch(), name="vllm")
                 load = group.create_task(super().start(), name="policy")
-            info = load.result()
-            assert launch.done()
-            settings = self._config
-            self._folder = WeightsFolder.prepare(
-                settings.inference.weights_dir, settings.node.data_dir, info.weight_bytes
-            )
+        except BaseExceptionGroup as errors:
+            error = _first(errors)
+            if isinstance(error, WorkerError):
+                raise PolicyFailed(f"vLLM cannot be started: {error}") from errors
+            raise error from errors
+        info, settings = load.result(), self._config
+        self._folder = WeightsFolder.prepare(settings.inference.weights_dir, settings.node.data_dir, info.weight_bytes)
+        try:
             await engine.start(info)
-        except* (WorkerError, WeightsDiffer, NoWeights) as errors:
-            raise PolicyFailed(f"vLLM cannot be started: {_first(errors)}") from errors
-        except* (Refused, SapoError) as errors:
-            raise _first(errors) from errors
+        except FAULTS as error:
+            raise PolicyFailed(f"vLLM cannot be started: {error}") from error
         self._tasks.append(asyncio.create_task(engine.keep_up(), name="vllm: keep up"))
         return info
 
@@ -85,6 +84,8 @@ class PairedPolicy(Policy):
         if self._following is not None:
             await self._following  # one exchange at a time; the engine is never further behind
         self._following = asyncio.create_task(self._engine_process.follow(), name="vllm: follow")
+        if self._config.inference.weight_transfer == "nccl":
+            await self.settled()  # the weights leave from where the next step would change them
         return result
 
     async def settled(self) -> None:
@@ -131,11 +132,24 @@ class PairedPolicy(Policy):
     async def _share(self, whole: bool) -> Weights:
         assert self._folder is not None, "made when the policy was loaded"
         try:
-            weights = await self.share(ShareRequest(directory=str(self._folder.path), whole=whole))
+            settings = self._config.inference
+            request = ShareRequest(
+                directory=str(self._folder.path),
+                whole=whole,
+                transfer=settings.weight_transfer,
+                receivers=settings.tensor_parallel,
+            )
+            weights = await self.share(request)
             self._folder.keep_only(weights.path)
         except (PolicyLost, CallFailed, OSError) as error:
             raise NoWeights(f"the trainer's weights could not be had: {error}") from error
         return weights
+
+    async def _send(self) -> None:
+        try:
+            await self.send()
+        except (PolicyLost, CallFailed) as error:
+            raise NoWeights(f"the trainer's weights could not be sent: {error}") from error
 
     async def _came_back(self) -> None:
         """The trainer went back to a checkpoint: what vLLM has, and what it is sampling, are of steps that are lost."""

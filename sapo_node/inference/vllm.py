@@ -43,6 +43,7 @@ TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.1}
 float32; a forgotten layer, or weights of another step, are above it as soon as they matter."""
 
 Share = Callable[[bool], Awaitable[Weights]]
+Send = Callable[[], Awaitable[None]]
 
 
 class EngineDown(Exception):
@@ -64,10 +65,15 @@ FAULTS: Final = (WorkerError, Refused, NoWeights, WeightsDiffer, OSError)
 class VLLMEngine:
     """`InferenceEngine` over an inference worker. `launch`, then `keep_up` as a task for as long as it is needed."""
 
-    def __init__(self, config: NodeConfig, share: Share, gpu_memory_share: float | None = None) -> None:
-        """`share` gives the trainer's newest weights or raises NoWeights; its argument: whether an engine starts from it."""
+    def __init__(
+        self, config: NodeConfig, share: Share, send: Send | None = None, gpu_memory_share: float | None = None
+    ) -> None:
+        """`share` gives the trainer's newest weights; its argument is whether an engine starts from them. `send` is
+        awaited while the engine receives, where they are broadcast. Both may raise NoWeights.
+        """
         self._config = config
         self._share = share
+        self._send = send
         self._gpu_memory_share = gpu_memory_share
         self._worker = Worker(
             "inference", MODULE, env=environment(), start_seconds=IMPORT_SECONDS, calls_at_once=CALLS_AT_ONCE
@@ -220,7 +226,11 @@ class VLLMEngine:
         request = SyncRequest(
             policy_version=weights.policy_version, probe=weights.probe, path=weights.path, transfer=weights.transfer
         )
-        synced = await self._worker.call("sync", request, Synced, deadline=SYNC_SECONDS)
+        exchange = self._worker.call("sync", request, Synced, deadline=SYNC_SECONDS)
+        if weights.transfer is not None and self._send is not None:
+            synced, _ = await asyncio.gather(exchange, self._send())
+        else:
+            synced = await exchange
         self._judge(synced)
         self.version = weights.policy_version
         self.stall_seconds = synced.stall_seconds

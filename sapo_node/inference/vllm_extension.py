@@ -3,13 +3,12 @@
 vLLM mixes `WeightSync` into its worker class (`worker_extension_cls`), so `self` is that worker.
 """
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from sapo_node.inference import gpu_transfer
+from sapo_node.inference.tensor_transfer import Description, Receiver
 
 
 class WeightSync:
@@ -17,16 +16,19 @@ class WeightSync:
 
     model_runner: Any
     device: torch.device
+    rank: int
+    sapo_receiver: Receiver | None = None
 
     def sapo_reload(self, folder: str) -> None:
         """Take the weights from safetensors in a folder."""
         self.model_runner.reload_weights(weights_path=folder)
         repack(self.model_runner.get_model())
 
-    def sapo_receive(self, transfer: dict[str, Any]) -> None:
-        """Take the weights from GPU memory; see `gpu_transfer`. No GPU has run this yet."""
-        weights: Iterator[tuple[str, Tensor]] = gpu_transfer.receive(transfer, self.device)
-        self.model_runner.reload_weights(weights_iterator=weights)
+    def sapo_receive(self, transfer: Description) -> None:
+        """Take the weights from the trainer's memory; see `tensor_transfer` for what no GPU has run yet."""
+        if self.sapo_receiver is None:
+            self.sapo_receiver = Receiver(self.device, self.rank)
+        self.model_runner.reload_weights(weights_iterator=self.sapo_receiver.receive(transfer))
         repack(self.model_runner.get_model())
 
 

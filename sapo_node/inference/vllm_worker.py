@@ -237,7 +237,7 @@ def _sampled(one: CompletionOutput, text: str) -> Sampled:
         text=text,
         finish="stop" if one.finish_reason == "stop" else "length",
         token_ids=token_ids,
-        logprobs=[entry[token].logprob for entry, token in zip(one.logprobs, token_ids, strict=True)],
+        logprobs=[entry[token].logprob for entry, token in zip(one.logprobs, token_ids, strict=True) if entry],
         policy_versions=[int(span.version) for span in one.weight_versions or []],
     )
 

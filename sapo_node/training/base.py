@@ -105,7 +105,10 @@ class ShareRequest(Struct, frozen=True, kw_only=True):
     """Whether the engine starts from it: config and tokenizer beside the weights."""
 
     transfer: Literal["files", "ipc", "nccl"] = "files"
-    """Other than files: a description of the tensors goes into `Weights.transfer` instead."""
+    """Other than files: a description of the tensors goes into `Weights.transfer` instead; see `tensor_transfer`."""
+
+    receivers: int = 1
+    """Processes of the engine that receive the tensors."""
 
 
 class Weights(Struct, frozen=True, kw_only=True):

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from sapo_node import workers
 from sapo_node.config import InferenceSection, TrainingSection
-from sapo_node.inference.base import SampledBatch
+from sapo_node.inference.base import Nothing, SampledBatch
 from sapo_node.inference.sampling import check_sampling, interrupt
 from sapo_node.training import checkpoint
 from sapo_node.training.base import (
@@ -24,7 +24,7 @@ from sapo_node.training.base import (
     Weights,
 )
 from sapo_node.training.policy import load_policy
-from sapo_node.training.share import share
+from sapo_node.training.share import Sharer
 from sapo_node.training.trainer import Trainer
 
 
@@ -33,6 +33,7 @@ class PolicyWorker:
 
     def __init__(self) -> None:
         self._loaded: Trainer | None = None
+        self._sharer: Sharer | None = None
 
     def load(self, request: LoadRequest) -> ModelInfo:
         """Load a model, or a checkpoint of it. Raises Refused, told for people."""
@@ -76,8 +77,15 @@ class PolicyWorker:
 
     def share(self, request: ShareRequest) -> Weights:
         """The newest weights, for an engine in another process. A disk that refuses raises."""
-        trainer = self._trainer
-        return share(trainer.policy, trainer.version, trainer.max_prompt, request)
+        if self._sharer is None:
+            self._sharer = Sharer(self._trainer.policy, self._trainer.max_prompt)
+        return self._sharer.share(request, self._trainer.version)
+
+    def send(self, request: Nothing) -> Nothing:
+        """Broadcast the weights that `share` described."""
+        if self._sharer is not None:
+            self._sharer.send()
+        return Nothing()
 
     def save(self, request: SaveRequest) -> Saved:
         """Write a checkpoint. A disk that refuses raises; the older checkpoints are then untouched."""
@@ -97,9 +105,8 @@ def main() -> None:
     """Serve until the node is gone."""
     worker = PolicyWorker()
     signal.signal(signal.SIGUSR1, interrupt)
-    workers.serve(
-        {"load": worker.load, "sample": worker.sample, "step": worker.step, "save": worker.save, "share": worker.share}
-    )
+    handlers = (worker.load, worker.sample, worker.step, worker.share, worker.send, worker.save)
+    workers.serve({handler.__name__: handler for handler in handlers})
 
 
 if __name__ == "__main__":

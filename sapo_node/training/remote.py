@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any, Final
 
+from sapo_node.inference.base import Nothing
 from sapo_node.training.base import (
     LoadRequest,
     ModelInfo,
@@ -47,3 +48,7 @@ class RemoteTrainer:
     async def share(self, request: ShareRequest) -> Weights:
         """The newest weights, for an engine in another process."""
         return await self._worker.call("share", request, Weights, deadline=SAVE_SECONDS)
+
+    async def send(self) -> None:
+        """Broadcast the weights that `share` described, while the engine receives."""
+        await self._worker.call("send", Nothing(), Nothing, deadline=SAVE_SECONDS)

@@ -111,6 +111,10 @@ class Policy:
         """The newest weights for an engine elsewhere. Raises PolicyLost, PolicyFailed, or CallFailed (the disk)."""
         return await self._guarded(lambda: self._trainer.share(request))
 
+    async def send(self) -> None:
+        """Broadcast the weights that `share` described. Raises PolicyLost, PolicyFailed, or CallFailed."""
+        await self._guarded(self._trainer.send)
+
     # What follows is different where sampling has an engine of its own (`inference/paired.py`).
 
     @property
