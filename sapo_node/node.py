@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import structlog
 
+from sapo_node import machine
 from sapo_node.config import NodeConfig
 from sapo_node.config_load import Loaded
 from sapo_node.datadir import DataDir
@@ -24,6 +25,7 @@ from sapo_node.errors import SapoError
 from sapo_node.evaluate import HeldOut, NothingHeldOut, Stopped
 from sapo_node.identity import Identity
 from sapo_node.inference.base import EngineStatus
+from sapo_node.inference.choice import Chosen, choose_engine
 from sapo_node.inference.paired import PairedPolicy
 from sapo_node.monitor import history
 from sapo_node.monitor import log as logging_setup
@@ -60,15 +62,27 @@ def run(loaded: Loaded) -> int:
             raise SapoError("sapo-node runs on Linux and macOS; on Windows use WSL2")
         import uvloop
 
-        return int(uvloop.run(Node(config, data).run()))
+        here = machine.look()
+        engine = choose_engine(config.inference.engine, here)
+        return int(uvloop.run(Node(with_engine(config, engine), data, engine).run()))
+
+
+def with_engine(config: NodeConfig, engine: Chosen) -> NodeConfig:
+    """The settings with what depends on the engine filled in."""
+    training, inference = config.training, config.inference
+    if training.max_staleness is None and engine.engine == "vllm":
+        training = training.model_copy(update={"max_staleness": 1})
+    inference = inference.model_copy(update={"engine": engine.engine})
+    return config.model_copy(update={"training": training, "inference": inference})
 
 
 class Node:
     """One node, from start to end."""
 
-    def __init__(self, config: NodeConfig, data: DataDir) -> None:
-        """`data` is locked by the caller."""
+    def __init__(self, config: NodeConfig, data: DataDir, engine: Chosen) -> None:
+        """`data` is locked by the caller, and `config` fits the `engine`."""
         self._config = config
+        self._engine = engine
         self._data = data
         self._stop = asyncio.Event()
         self._force = asyncio.Event()
@@ -174,7 +188,8 @@ class Node:
         stack.push_async_callback(self._pool.close)
         self._scorers = ScorerPool(config.tasks.scorers, config.tasks.answer_seconds)
         stack.push_async_callback(self._scorers.close)
-        kind = PairedPolicy if config.inference.engine == "vllm" else Policy
+        log.info("engine", engine=self._engine.engine, reason=self._engine.reason)
+        kind = PairedPolicy if self._engine.engine == "vllm" else Policy
         self._policy = kind(config, self._data.checkpoints, self._forget_lost_line)
         stack.push_async_callback(self._policy.close)
         self._swarm = SwarmService(config, self._identity, self._data) if config.swarm.enabled else None
@@ -198,12 +213,12 @@ class Node:
             self._arrivals = Arrivals(config, self._identity, tasks, self._scorers, self._pool, self._swarm.book)
         events = RoundEvents(recorded=self._on_round, network=self._network_counters)
         self._rounds = Rounds(config, self._policy, self._sampling, self._pool, self._rng, self._stop, events)
-        await self._pool.expire(time.time(), self._policy.version, config.training.max_staleness)
+        await self._pool.expire(time.time(), self._policy.version, config.training.staleness)
         return True
 
     async def _forget_lost_line(self) -> None:
         """The policy went back to a checkpoint: own groups of the steps that are lost must not pass for new ones."""
-        await self._pool.expire(time.time(), self._policy.version, self._config.training.max_staleness)
+        await self._pool.expire(time.time(), self._policy.version, self._config.training.staleness)
 
     def _tell_withheld(self, tasks: mixture.Mixture) -> None:
         for entry in tasks.entries:
@@ -423,6 +438,7 @@ class Node:
             peer_id=self._identity.peer_id,
             addresses=swarm.addresses if swarm else [],
             peers=swarm.peers if swarm else 0,
+            found=swarm.book.counts() if swarm else {},
             own_groups=self._own_groups,
             external_groups_used=self._external_used,
             reward_first_drawn=mean(self._rewards),

@@ -114,6 +114,11 @@ class PairedPolicy(Policy):
             stall_seconds=engine.stall_seconds,
         )
 
+    @property
+    def engine_pid(self) -> int | None:
+        """Process id of the inference worker."""
+        return self._engine_process.pid
+
     def interrupt(self) -> None:
         """End the sampling that runs now: its calls fail."""
         self._tasks.append(asyncio.create_task(self._engine_process.interrupt(), name="vllm: interrupt"))

@@ -16,6 +16,7 @@ import structlog
 
 from sapo_node.config import NodeConfig
 from sapo_node.inference.base import (
+    READY,
     Nothing,
     SampledBatch,
     SamplingParams,
@@ -24,6 +25,7 @@ from sapo_node.inference.base import (
     SyncRequest,
 )
 from sapo_node.training.base import ModelInfo, SampleRequest, Weights
+from sapo_node.worker_child import IDLE
 from sapo_node.workers import Refused, Worker, WorkerError
 
 log = structlog.get_logger(__name__)
@@ -98,7 +100,7 @@ class VLLMEngine:
     def state(self) -> str:
         """What it is doing, for people."""
         if self.up:
-            return self._worker.stage
+            return READY if self._worker.stage == IDLE else self._worker.stage
         if self._pause_until is not None:
             seconds = max(0.0, self._pause_until - asyncio.get_running_loop().time())
             return f"starts again in {seconds:.0f} s; {self._reason}"

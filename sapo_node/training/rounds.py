@@ -83,7 +83,7 @@ class Rounds:
         self._rng = rng
         self._stop = stop
         self._events = events
-        ahead = 1 + config.training.max_staleness
+        ahead = 1 + config.training.staleness
         self._room = asyncio.Semaphore(ahead)
         self._drawn: asyncio.Queue[SampledGroups] = asyncio.Queue(maxsize=ahead)
         self._last_end = time.monotonic()
@@ -166,7 +166,7 @@ class Rounds:
         record = self._record(batch, plan, chosen, groups, version, result)
         await self._events.recorded(record)
         if record.round % EXPIRE_EVERY_ROUNDS == 0:
-            await self._pool.expire(time.time(), self._policy.version, self._config.training.max_staleness)
+            await self._pool.expire(time.time(), self._policy.version, self._config.training.staleness)
 
     async def _release_when_settled(self) -> None:
         """Let the next batch be sampled once the engine has this step's weights; the next step need not wait for that,
@@ -181,7 +181,7 @@ class Rounds:
         if self._settling is not None:
             await self._settling
         self._settling = asyncio.create_task(settle(), name="settle")
-        if self._config.training.max_staleness == 0:
+        if self._config.training.staleness == 0:
             await self._settling
 
     async def _plan(self, batch: SampledGroups) -> tuple[SampledGroups, RoundPlan, list[Candidate]]:
@@ -191,7 +191,7 @@ class Rounds:
         while True:
             training = self._config.training
             now = time.time()
-            local = await self._pool.local_candidates(now, self._policy.version, training.max_staleness)
+            local = await self._pool.local_candidates(now, self._policy.version, training.staleness)
             external = await self._pool.external_candidates(now)
             plan = plan_round(training, self._config.rollouts, local, external, self._rng)
             missing = plan.need_local + plan.resample

@@ -229,8 +229,8 @@ class Trainer:
         if len(group.completions) != len(group.rewards) or not group.rewards:
             raise Untrainable(f"{len(group.completions)} completions but {len(group.rewards)} rewards")
         age = self.version - group.policy_version
-        if group.origin == "local" and age > self.training.max_staleness:
-            limit = self.training.max_staleness
+        if group.origin == "local" and age > self.training.staleness:
+            limit = self.training.staleness
             raise Untrainable(f"sampled {age} policy versions ago; training.max_staleness is {limit}")
         prompt = self.policy.encoder.prompt(group.question)
         if len(prompt) > self.max_prompt:
