@@ -53,11 +53,16 @@ def cli() -> None:
 
 @cli.command()
 @click.argument("directory", type=_FOLDER, default=".")
-def init(directory: Path) -> int:
-    """Write a commented node.yaml and a new key into DIRECTORY (default: here)."""
+@click.option("--model", help="What to train: demo, benchmark, a folder, or a Hugging Face name.")
+@_sets
+def init(directory: Path, model: str | None, sets: tuple[str, ...]) -> int:
+    """Write a commented node.yaml and a new key into DIRECTORY (default: here).
+
+    Says which engine would sample and how much memory is needed, and writes nothing where that is more than there is.
+    """
     from sapo_node.commands import init as command
 
-    return command.run(directory)
+    return command.run(directory, model, sets)
 
 
 @cli.command()
@@ -73,6 +78,21 @@ def start(config_path: Path, sets: tuple[str, ...]) -> int:
     from sapo_node import node
 
     return node.run(loaded)
+
+
+@cli.command()
+@_config
+@_sets
+@click.option("--addresses", type=_FILE, help="Also write the addresses to hand around to FILE (swarm.peers_file).")
+def bootstrap(config_path: Path | None, sets: tuple[str, ...], addresses: Path | None) -> int:
+    """Run a small process, without a model, that others join the swarm by. Ends like `start`."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # as in `start`
+    from sapo_node import config_load
+
+    loaded = config_load.load(_given_or_here(config_path), os.environ, sets)
+    from sapo_node.commands import bootstrap as command
+
+    return command.run(loaded, addresses)
 
 
 @cli.command()
@@ -139,9 +159,20 @@ def export(config_path: Path | None, data_dir: Path | None, out: Path) -> int:
 @cli.command()
 @_where
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def status(config_path: Path | None, data_dir: Path | None, as_json: bool) -> int:
+@click.option("--ready", is_flag=True, help="Exit code 1 also while it starts, drains or is silent.")
+def status(config_path: Path | None, data_dir: Path | None, as_json: bool, ready: bool) -> int:
     """Say what a node is doing. Exit code 0 when it runs, 1 when it does not."""
     from sapo_node.commands import status as command
+
+    return command.run(_data_dir(config_path, data_dir), as_json, ready)
+
+
+@cli.command()
+@_where
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def peers(config_path: Path | None, data_dir: Path | None, as_json: bool) -> int:
+    """List the peers that a node met: where they are, how they were found, what they were good for."""
+    from sapo_node.commands import peers as command
 
     return command.run(_data_dir(config_path, data_dir), as_json)
 

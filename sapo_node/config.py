@@ -41,9 +41,16 @@ def _without_peer_id(address: str) -> str:
 
 
 def _with_peer_id(address: str) -> str:
+    if re.fullmatch(r"/dnsaddr/[^/]+", address):  # its DNS records name the peers
+        return address
     if not re.search(r"/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}$", address):
         raise ValueError("must end with /p2p/ and the peer id; the other node prints its full addresses when it starts")
     return address
+
+
+def check_peer_address(address: str) -> str:
+    """The address, if one could join by it. Raises ValueError with what is wrong."""
+    return _with_peer_id(_multiaddr(address))
 
 
 class Section(BaseModel):
@@ -217,6 +224,14 @@ Multiaddr = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_
 OwnAddress = Annotated[Multiaddr, AfterValidator(_without_peer_id)]
 PeerAddress = Annotated[Multiaddr, AfterValidator(_with_peer_id)]
 
+IPFS_PEERS = (
+    "/dnsaddr/bootstrap.libp2p.io/p2p/QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN",
+    "/dnsaddr/bootstrap.libp2p.io/p2p/QmQCU2EcMqAqQPR2i9bChDtGNJchTbq5TbXJJ16u19uLTa",
+    "/dnsaddr/bootstrap.libp2p.io/p2p/QmbLHAnMoJPWSCR5Zhtx6BHJX9KiKNN6tpvbUcqanj75Nb",
+    "/dnsaddr/bootstrap.libp2p.io/p2p/QmcZf59bWwK5XFi76CZX8cbJ4BhTzzA3gU1ZjYZcYW3dwt",
+)
+"""The long-known entrances to the public DHT of IPFS, from its documentation."""
+
 
 class SwarmSection(Section):
     """How groups travel."""
@@ -234,7 +249,24 @@ class SwarmSection(Section):
     """Addresses that others should dial instead of the ones listened on, for a node behind a router."""
 
     initial_peers: list[PeerAddress] = Field(default_factory=list)
-    """Multiaddrs (/ip4/.../tcp/.../p2p/...) of nodes to join by. Empty: this node waits to be found."""
+    """Multiaddrs (/ip4/.../tcp/.../p2p/...) of nodes to join by, or names (/dnsaddr/...) whose DNS records hold
+    them. See docs/operations.md for the other ways to join."""
+
+    peers_file: Path | None = None
+    """File with more addresses to join by, one a line; it is read again and again and may appear later. `sapo-node
+    bootstrap --addresses` writes one. A relative path starts at the config file's folder."""
+
+    public_peers: bool = True
+    """Join also by the public bootstrap peers that the program's own list has for this swarm."""
+
+    rendezvous: bool = False
+    """Meet others of this swarm in the public IPFS DHT, without any address. Publishes this node's address there."""
+
+    rendezvous_peers: list[PeerAddress] = Field(default_factory=lambda: list(IPFS_PEERS), max_length=64)
+    """Where the public DHT is entered, under `rendezvous`."""
+
+    max_connections: Annotated[int, Field(ge=16, le=65536)] = 256
+    """Connections that are kept. Of more, those that serve the swarm least are closed, about once a minute."""
 
     nat_port_map: bool = False
     """Ask the router for an open port by UPnP."""
@@ -280,8 +312,9 @@ class TrainingSection(Section):
     shortage_wait_seconds: Seconds = 10.0
     """Longest wait under `on_shortage: wait`."""
 
-    max_staleness: Annotated[int, Field(ge=0)] = 0
-    """Policy versions that sampling may run ahead of training. Own groups staler than this are not trained on."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Policy versions that sampling may lag behind training: vLLM samples while the trainer steps. Own groups staler
+    than this are not trained on. Empty: 1 with vLLM, else 0."""
 
     lr: Annotated[float, Field(ge=0, lt=1)] | None = None
     """Learning rate. Empty: 3e-4 for models of at most 10 million parameters, 1e-6 for larger ones."""
@@ -326,7 +359,7 @@ class TrainingSection(Section):
     """Where the trainer runs. auto: cuda where there is one."""
 
     producer_gradients: bool = False
-    """Record the gradient norm of each producer's groups; costs one more copy of the gradients in memory."""
+    """Record the gradient norm of each producer's groups; costs two more copies of the gradients in memory."""
 
     checkpoint_every: Positive = 50
     """Rounds between checkpoints; one is also written when the node drains."""
@@ -336,6 +369,11 @@ class TrainingSection(Section):
 
     licence: str = "unknown"
     """Licence of the model, named in every batch. The embedded models are apache-2.0."""
+
+    @property
+    def staleness(self) -> int:
+        """`max_staleness`, with the default of an engine that takes turns with the trainer."""
+        return self.max_staleness or 0
 
     @model_validator(mode="after")
     def _trains_on_something(self) -> "TrainingSection":
@@ -385,6 +423,8 @@ class NodeConfig(Section):
             raise ValueError("training.local_groups (I) is 0 and swarm.enabled is false: there is nothing to train on")
         if not self.swarm.enabled and self.swarm.initial_peers:
             raise ValueError("swarm.initial_peers is set but swarm.enabled is false; remove one of the two")
+        if self.swarm.rendezvous and not self.swarm.rendezvous_peers:
+            raise ValueError("swarm.rendezvous is true but swarm.rendezvous_peers is empty; leave the latter out")
         return self
 
     @property

@@ -281,6 +281,9 @@ def _anchor(data: dict[str, Any], base: Path) -> None:
         given = node.setdefault("data_dir", DEFAULT_DATA_DIR)
         if isinstance(given, str):
             node["data_dir"] = resolved(given)
+    swarm = data.get("swarm")
+    if isinstance(swarm, dict) and isinstance(peers := swarm.get("peers_file"), str):
+        swarm["peers_file"] = resolved(peers)
     training = data.get("training")
     model = training.get("model") if isinstance(training, dict) else None
     if isinstance(model, str) and model.startswith(("./", "../", "~/")):

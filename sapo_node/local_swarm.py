@@ -27,7 +27,7 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from sapo_node import config_load, workers
+from sapo_node import config_load, fit, machine, workers
 from sapo_node.config import NodeConfig
 from sapo_node.datadir import DataDir
 from sapo_node.errors import ConfigError, SapoError
@@ -166,6 +166,7 @@ def run(
         raise ConfigError(["--demo brings its own settings; leave out --config, or change single ones with --set"])
     # Without a file the demo's settings serve too: the embedded model learns nothing from harder tasks.
     base = config_load.load(config_path or demo_config_path(), os.environ, sets).config
+    fit.check_model(base, machine.look(), nodes)
     seconds = minutes * 60 if minutes else None if rounds else DEFAULT_MINUTES * 60
     folder = _make_folder(directory)
     with _reserved_ports(nodes) as ports:
@@ -226,7 +227,14 @@ def settings(
         node["threads"] = 1  # more threads than cores only wait for each other
     if base.node.seed is not None:
         node["seed"] = base.node.seed + number
-    swarm.update(listen=[f"/ip4/127.0.0.1/tcp/{ports[number]}"], announce=[], nat_port_map=False)
+    swarm.update(
+        listen=[f"/ip4/127.0.0.1/tcp/{ports[number]}"],
+        announce=[],
+        nat_port_map=False,
+        public_peers=False,
+        rendezvous=False,
+        peers_file=None,
+    )
     if base.swarm.enabled:
         others = dict.fromkeys([0, (number + 1) % count, (number + 2) % count])
         swarm["initial_peers"] = [f"/ip4/127.0.0.1/tcp/{ports[k]}/p2p/{peer_ids[k]}" for k in others if k != number]

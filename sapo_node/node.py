@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import structlog
 
-from sapo_node import machine
+from sapo_node import fit, machine
 from sapo_node.config import NodeConfig
 from sapo_node.config_load import Loaded
 from sapo_node.datadir import DataDir
@@ -63,6 +63,7 @@ def run(loaded: Loaded) -> int:
         import uvloop
 
         here = machine.look()
+        fit.check_start(config, here)
         engine = choose_engine(config.inference.engine, here)
         return int(uvloop.run(Node(with_engine(config, engine), data, engine).run()))
 
@@ -191,6 +192,7 @@ class Node:
         log.info("engine", engine=self._engine.engine, reason=self._engine.reason)
         kind = PairedPolicy if self._engine.engine == "vllm" else Policy
         self._policy = kind(config, self._data.checkpoints, self._forget_lost_line)
+        self._policy.checks_memory = True
         stack.push_async_callback(self._policy.close)
         self._swarm = SwarmService(config, self._identity, self._data) if config.swarm.enabled else None
         if self._swarm is not None:

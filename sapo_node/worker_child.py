@@ -34,6 +34,7 @@ MAX_FRAME: Final = 1 << 28  # weights never travel here; a larger frame is a bug
 BEAT_SECONDS: Final = 1.0
 FD_VARIABLE: Final = "SAPO_WORKER_FD"
 IDLE: Final = "idle"
+GAVE_UP: Final = "gave up: "  # begins the line by which a child says why it ends
 
 
 class Refused(Exception):
@@ -100,7 +101,7 @@ def progress() -> None:
 
 def give_up(reason: str) -> NoReturn:
     """End this process at once: it is of no use any more. The parent's error shows the reason."""
-    print(reason, file=sys.stderr, flush=True)
+    print(f"{GAVE_UP}{reason}", file=sys.stderr, flush=True)
     os._exit(1)
 
 

@@ -24,6 +24,7 @@ from msgspec import Raw, Struct
 from sapo_node.worker_child import (
     BEAT_SECONDS,
     FD_VARIABLE,
+    GAVE_UP,
     IDLE,
     MAX_FRAME,
     Beat,
@@ -64,8 +65,9 @@ T = TypeVar("T")
 # tokenizer or a GPU being set up, each seconds long. Tensor work lets the lock go, and so does the writing of weights
 # (by safetensors since 0.8).
 SILENCE_SECONDS = 30.0
-RING_LINES = 100  # last lines of a child's output that an error shows
+RING_LINES = 400  # last lines kept of a child's output; vLLM spends more than a hundred on one traceback
 MAX_LINE = 2000  # bytes kept of one such line
+LINGER_SECONDS = 5.0  # for what a killed child leaves to clean up
 MAX_WAITING = 256  # calls that may wait for their turn; more means that the caller does not wait for answers
 
 
@@ -124,11 +126,15 @@ class Worker:
         self._beat = Beat(stage="starting", deadline=None, count=-1)
         self._still = self._silent = 0.0  # seconds without progress, and without a message; counted by `_watch`
         self._fault: WorkerError | None = None
+        self._changing = asyncio.Lock()  # held while a process begins or ends: the next begins when the last is gone
+        self._stopping = False
+        self._output_name = f"{name}: output"
 
     @property
     def alive(self) -> bool:
         """Whether the process runs and nothing is known to be wrong with it."""
-        return self._process is not None and self._process.returncode is None and self._fault is None
+        running = self._process is not None and self._process.returncode is None
+        return running and self._fault is None and not self._stopping
 
     @property
     def pid(self) -> int | None:
@@ -147,6 +153,10 @@ class Worker:
 
     async def start(self) -> None:
         """Spawn the process and wait until it serves. Raises WorkerError when it does not within `start_seconds`."""
+        async with self._changing:
+            await self._start()
+
+    async def _start(self) -> None:
         await self._reap()
         ours, theirs = socket.socketpair()
         try:
@@ -169,14 +179,15 @@ class Worker:
             raise
         finally:
             theirs.close()
-        self._fault, self.stage = None, "starting"
+        self._fault, self._stopping, self.stage = None, False, "starting"
+        self._lines.clear()
         self._beat, self._still, self._silent = Beat(stage="starting", deadline=None, count=-1), 0.0, 0.0
         ours.setblocking(False)
         reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._ready = asyncio.get_running_loop().create_future()
         self._tasks = [
             asyncio.create_task(self._read_frames(reader), name=f"{self.name}: frames"),
-            asyncio.create_task(self._read_lines(), name=f"{self.name}: output"),
+            asyncio.create_task(self._read_lines(), name=self._output_name),
             asyncio.create_task(self._watch(), name=f"{self.name}: watch"),
         ]
         try:
@@ -184,10 +195,12 @@ class Worker:
                 await self._ready
         except TimeoutError:
             fault = WorkerStuck(f"the {self.name} worker did not start within {self._start_seconds:.0f} s")
-            await self._kill(fault)
+            self._lose(fault)
+            await self._end()
             raise fault from None
         except asyncio.CancelledError:
-            await self._kill(WorkerDied(f"the start of the {self.name} worker was cancelled"))
+            self._lose(WorkerDied(f"the start of the {self.name} worker was cancelled"))
+            await self._end()
             raise
 
     async def call(self, method: str, request: Struct, result: type[T], *, deadline: float) -> T:
@@ -233,29 +246,47 @@ class Worker:
 
     async def stop(self, grace: float = 5.0) -> None:
         """Ask the process to end; kill it when it has not within `grace` seconds. An open call raises WorkerDied."""
-        if self._process is not None and self._writer is not None and self._process.returncode is None:
-            with contextlib.suppress(ConnectionError):
-                self._writer.write(frame(Stop()))
-                self._writer.write_eof()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace):
-                    await self._process.wait()
-            self._kill_group()
-        await self._reap()
-        self._lose(WorkerDied(f"the {self.name} worker was stopped"))
+        async with self._changing:
+            self._stopping = True
+            if self._process is not None and self._writer is not None and self._process.returncode is None:
+                with contextlib.suppress(ConnectionError):
+                    self._writer.write(frame(Stop()))
+                    self._writer.write_eof()
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(grace):
+                        await self._process.wait()
+                await self._kill_family()
+            await self._reap()
+            self._lose(WorkerDied(f"the {self.name} worker was stopped"))
 
     async def _kill(self, fault: WorkerError) -> None:
+        """End a process for a fault, unless it is replaced already."""
+        process = self._process
         self._lose(fault)
+        async with self._changing:
+            if self._process is process:
+                await self._end()
+
+    async def _end(self) -> None:
         if self._process is not None and self._process.returncode is None:
-            self._kill_group()
+            await self._kill_family()
         await self._reap()
 
-    def _kill_group(self) -> None:
-        """Kill the process, if it runs, and those it has spawned: one that outlived it would hold its output open. Only
-        called at its end, while no other process can have got its number."""
+    async def _kill_family(self) -> None:
+        """Kill the process, if it runs, and see that those it has spawned are gone: all of them hold its output open.
+
+        They die with it by themselves, save multiprocessing's resource tracker, which removes the shared memory of the
+        dead and then ends. What still runs after LINGER_SECONDS is killed.
+        """
         assert self._process is not None
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
+        if self._process.returncode is None:
+            self._process.kill()
+        output = {task for task in self._tasks if task.get_name() == self._output_name}
+        if output:
+            _, open_still = await asyncio.wait(output, timeout=LINGER_SECONDS)
+            if open_still:  # so its group still has a member, and no other process can have got its number
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)  # it leads a session of its own
 
     async def _reap(self) -> None:
         """Collect what is left of the last process, if any."""
@@ -320,12 +351,13 @@ class Worker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2.0):
                 await self._process.wait()
-        self._kill_group()
+        await self._kill_family()
         code = await self._process.wait()
-        await asyncio.sleep(0.05)  # let the last lines arrive
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        told = next((line.removeprefix(GAVE_UP) for line in self._lines if line.startswith(GAVE_UP)), "")
+        reason = f": {told}" if told else ""
         words = "".join(f"\n  {line}" for line in list(self._lines)[-12:])
-        self._lose(WorkerDied(f"the {self.name} worker {how} in stage '{self.stage}'{words}"))
+        self._lose(WorkerDied(f"the {self.name} worker {how} in stage '{self.stage}'{reason}{words}"))
 
     async def _read_lines(self) -> None:
         assert self._process is not None

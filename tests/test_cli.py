@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from sapo_node import cli
+from sapo_node import cli, config_load
 from sapo_node.commands.status import last_record
 from sapo_node.datadir import DataDir
 from sapo_node.identity import Identity
+from sapo_node.model_shape import folder_here
 from sapo_node.monitor.history import History
 from sapo_node.monitor.metrics import EvalRecord, QuestionScore, eval_record
 from sapo_node.monitor.status import NodeStatus, StatusFile
@@ -251,6 +252,57 @@ def test_init_where_nothing_can_be_written(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().err == "error: file/sub cannot be made: Not a directory\n"
 
 
+def test_init_says_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["init"]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"Engine: +(transformers|vllm): \w+", said)
+    assert re.search(r"Memory: +up to [\d.]+ GiB are needed; memory: [\d.]+ GiB", said)
+
+
+def test_init_writes_the_settings_that_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    demo = folder_here("demo")
+    assert demo is not None
+    folder = shutil.copytree(demo, tmp_path / "mine")
+    arguments = ["--model", "mine", "--set", "training.lr=3e-4", "--set", "training.betas=[0.5, 0.9]"]
+    assert cli.run(["init", "deep/er", *arguments]) == 0
+    training = config_load.load(Path("deep/er/node.yaml"), {}).config.training
+    assert (training.model, training.lr, training.betas) == (str(folder), 3e-4, (0.5, 0.9))
+    assert training.licence == "unknown", "the template's is that of the embedded model"
+
+
+@pytest.mark.parametrize(
+    ("setting", "complaint"),
+    [
+        ("training.lrr=1e-5", "did you mean 'training.lr'?"),
+        ("tasks.mixture=[{name: gcd}]", "edit it in node.yaml"),
+        ("training.lr", "has no value"),
+    ],
+)
+def test_init_refuses_settings_it_cannot_write(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], setting: str, complaint: str
+) -> None:
+    assert cli.run(["init", "--set", setting]) == 2
+    assert complaint in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "command", [["init"], ["start", "--config", "small.yaml"], ["swarm", "--config", "small.yaml"]]
+)
+def test_what_cannot_fit_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    Path("small.yaml").write_text("training: {model: demo}\n")
+    assert cli.run([*command, "--set", "training.micro_batch_tokens=1000000000"]) == 2
+    error = capsys.readouterr().err
+    assert "cannot fit" in error
+    assert re.search(r"activations +[\d.]+ GiB +1000000000 tokens", error)
+    assert re.search(r"training.micro_batch_tokens: \d+ +\(now 1000000000; results stay the same\)", error)
+    assert [
+        file.name for file in tmp_path.rglob("*") if file.name in ("pool.sqlite", "node.json", "identity.key")
+    ] == []
+
+
 def test_a_key_that_others_can_read_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["init"]) == 0
     key = tmp_path / "sapo-data" / "identity.key"
@@ -334,6 +386,32 @@ def test_status_of_a_silent_and_of_a_starting_node(running: DataDir, capsys: pyt
     StatusFile(running.status).write(a_status(updated_at=time.time() - 600))
     assert cli.run(["status", "--data-dir", str(running.path)]) == 0
     assert "but silent for 10 min" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("state", "silent_seconds", "code"),
+    [
+        ("starting", 0, 1),
+        ("joining", 0, 0),
+        ("training", 0, 0),
+        ("silo", 0, 0),
+        ("draining", 0, 1),
+        ("training", 60, 1),
+    ],
+)
+def test_status_ready(running: DataDir, state: str, silent_seconds: float, code: int) -> None:
+    StatusFile(running.status).write(a_status(state=state, updated_at=time.time() - silent_seconds))
+    assert cli.run(["status", "--data-dir", str(running.path), "--ready"]) == code
+
+
+def test_a_node_that_has_said_nothing_is_not_ready(running: DataDir) -> None:
+    assert cli.run(["status", "--data-dir", str(running.path), "--ready"]) == 1
+
+
+def test_a_node_that_has_ended_is_not_ready(tmp_path: Path) -> None:
+    data = DataDir(tmp_path)
+    StatusFile(data.status).write(a_status(state="training", updated_at=time.time()))
+    assert cli.run(["status", "--data-dir", ".", "--ready"]) == 1
 
 
 def test_status_of_a_stopped_node(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,10 +18,14 @@ from sapo_node.monitor.status import NodeStatus, StatusUnreadable, read_status
 
 TAIL_BYTES = 1 << 18  # a line of history.jsonl is a few kilobytes; the last whole one lies within this
 SILENT_SECONDS = 30.0  # a running node renews node.json every few seconds
+NOT_READY = ("starting", "draining", "stopped")
 
 
-def run(data_dir: Path, as_json: bool) -> int:
-    """Print the status; 0 when the node runs, else 1. Raises SapoError where there is nothing to tell."""
+def run(data_dir: Path, as_json: bool, ready: bool = False) -> int:
+    """Print the status; 0 when the node runs (with `ready`: and `is_ready`), else 1.
+
+    Raises SapoError where there is nothing to tell.
+    """
     data = DataDir(data_dir)
     running = data.running()
     try:
@@ -40,7 +44,12 @@ def run(data_dir: Path, as_json: bool) -> int:
         )
     else:
         click.echo(table(data_dir, running, status, time.time()))
-    return 0 if running else 1
+    return 0 if running and (not ready or is_ready(status, time.time())) else 1
+
+
+def is_ready(status: NodeStatus | None, now: float) -> bool:
+    """Whether a running node does its work: it is up, not on its way down, and says so. `now` in seconds since 1970."""
+    return status is not None and status.state not in NOT_READY and now - status.updated_at <= SILENT_SECONDS
 
 
 def last_record(history: Path) -> Record | None:
@@ -70,21 +79,31 @@ def table(data_dir: Path, running: bool, status: NodeStatus | None, now: float) 
         alive = f"not running; last heard of {duration(age)} ago"
     reward, held_out, start = status.reward_first_drawn, status.held_out, status.held_out_start
     change = f" ({held_out - start:+.3f} since the start)" if held_out is not None and start is not None else ""
+    trains = status.role == "trainer"
     facts = {
         "node": alive,
         "state": status.state + (f": {status.reason}" if status.reason else ""),
-        "round": f"{status.round} (policy version {status.policy_version})",
+        "round": f"{status.round} (policy version {status.policy_version})" if trains else "",
         "model": status.model,
         "engine": engine(status),
         "swarm": f"{status.swarm}, {status.peers} peer{'' if status.peers == 1 else 's'}" if status.swarm else "",
+        "connected": connected(status),
         "peer id": status.peer_id,
         "addresses": "\n           ".join(status.addresses),
-        "groups": f"{status.own_groups} own, {status.external_groups_used} of others used, {status.shortage} short",
+        "groups": f"{status.own_groups} own, {status.external_groups_used} of others used, {status.shortage} short"
+        if trains
+        else "",
         "reward": f"{reward:.3f} of the groups drawn first" if reward is not None else "",
         "held-out": f"{held_out:.3f}{change}" if held_out is not None else "",
         "data": str(data_dir),
     }
     return "\n".join(f"{name:<9}  {text}" for name, text in facts.items() if text)
+
+
+def connected(status: NodeStatus) -> str:
+    """Members of the swarm that the node is connected to, and how it met them."""
+    ways = ", ".join(f"{way}: {count}" for way, count in status.found.items())
+    return f"{sum(status.found.values())} ({ways})" if ways else ""
 
 
 def engine(status: NodeStatus) -> str:

@@ -47,6 +47,11 @@ class InferenceEngine(Protocol):
         """Optimiser steps of the policy so far; no sampled version is above it."""
         ...
 
+    @property
+    def restarts(self) -> int:
+        """How often the policy went back to a checkpoint: what was sampled before is of steps that are lost."""
+        ...
+
     async def sample(self, questions: list[str], params: SamplingParams) -> SampledBatch:
         """Draw `params.n` completions for each question. Raises `workers.WorkerError` when the engine failed."""
         ...

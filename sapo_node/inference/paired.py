@@ -125,14 +125,18 @@ class PairedPolicy(Policy):
 
     async def close(self, grace: float = 5.0) -> None:
         """End both processes and remove the weights between them."""
-        for task in [*self._tasks, *([self._following] if self._following else [])]:
+        tasks = [*self._tasks, *([self._following] if self._following else [])]
+        for task in tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-        await self._engine_process.close()
-        await super().close(grace)
-        if self._folder is not None:
-            self._folder.remove()
+        try:
+            for task in tasks:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task  # a fault of ours in there is told, after the processes have ended
+        finally:
+            await self._engine_process.close()
+            await super().close(grace)
+            if self._folder is not None:
+                self._folder.remove()
 
     async def _share(self, whole: bool) -> Weights:
         assert self._folder is not None, "made when the policy was loaded"

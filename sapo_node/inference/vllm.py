@@ -9,6 +9,8 @@ or whose log-probs differ from the trainer's, is such a failure. Meanwhile `up` 
 import asyncio
 import contextlib
 import os
+import re
+import signal
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -44,6 +46,9 @@ TOLERANCE: Final = {"float32": 1e-3, "bfloat16": 0.1}
 """Mean difference of log-probs that other kernels explain. An importance ratio is then off by a tenth of a per cent in
 float32; a forgotten layer, or weights of another step, are above it as soon as they matter."""
 
+LOST_PROCESS: Final = re.compile(r"Worker proc (\S+) died unexpectedly \(exit code: (?:-(\d+)|None)\)")
+"""How vLLM logs that one of the processes that hold the model was killed. It may look before the code is known."""
+
 Share = Callable[[bool], Awaitable[Weights]]
 Send = Callable[[], Awaitable[None]]
 
@@ -68,22 +73,29 @@ class VLLMEngine:
     """`InferenceEngine` over an inference worker. `launch`, then `keep_up` as a task for as long as it is needed."""
 
     def __init__(
-        self, config: NodeConfig, share: Share, send: Send | None = None, gpu_memory_share: float | None = None
+        self,
+        config: NodeConfig,
+        share: Share,
+        send: Send | None = None,
+        gpu_memory_share: float | None = None,
+        module: str = MODULE,
     ) -> None:
         """`share` gives the trainer's newest weights; its argument is whether an engine starts from them. `send` is
-        awaited while the engine receives, where they are broadcast. Both may raise NoWeights.
+        awaited while the engine receives, where they are broadcast. Both may raise NoWeights. `module` is what the
+        worker runs.
         """
         self._config = config
         self._share = share
         self._send = send
         self._gpu_memory_share = gpu_memory_share
         self._worker = Worker(
-            "inference", MODULE, env=environment(), start_seconds=IMPORT_SECONDS, calls_at_once=CALLS_AT_ONCE
+            "inference", module, env=environment(), start_seconds=IMPORT_SECONDS, calls_at_once=CALLS_AT_ONCE
         )
         self._info: ModelInfo | None = None
         self._up = asyncio.Event()
         self._turn = asyncio.Lock()  # of exchanging weights
         self._failures = 0  # in a row
+        self._life = 0  # counts the ends of the engine: what began in another life has nothing to say in this one
         self._reason = ""
         self._pause_until: float | None = None
         self.version = -1  # of the weights it has
@@ -137,7 +149,7 @@ class VLLMEngine:
         async with self._turn:  # the trainer may have moved on meanwhile
             await self._exchange(await self._share(False))
             self._up.set()
-        self._failures, self._reason = 0, ""
+        self._reason = ""
 
     def _start_request(self, info: ModelInfo, weights: Weights) -> StartRequest:
         assert weights.path is not None
@@ -154,22 +166,35 @@ class VLLMEngine:
         )
 
     async def sample(self, questions: list[str], params: SamplingParams) -> SampledBatch:
-        """Draw completions. Raises EngineDown, or WorkerError when the engine failed meanwhile."""
+        """Draw completions. Raises EngineDown, or WorkerError when the engine failed meanwhile.
+
+        A batch that ends during an exchange of weights is held back by the worker until that is over; where the weights
+        then turn out to be wrong, the batch is lost with the engine.
+        """
         if not self.up:
             raise EngineDown(f"vLLM does not run: {self.state}")
+        life = self._life
         request = SampleRequest(questions=questions, params=params)
-        return await self._worker.call("sample", request, SampledBatch, deadline=SAMPLE_SECONDS)
+        batch = await self._worker.call("sample", request, SampledBatch, deadline=SAMPLE_SECONDS)
+        if life != self._life:
+            raise EngineDown(f"what vLLM had sampled is dropped: {self._reason}")
+        return batch
 
     async def follow(self) -> None:
         """Give it the trainer's newest weights, if it runs. A failure is logged and mended by `keep_up`."""
         async with self._turn:
             if not self.up:
                 return
+            life = self._life
             try:
-                await self._exchange(await self._share(False))
+                weights = await self._share(False)
+                if life == self._life:
+                    await self._exchange(weights)
+                    self._failures = 0  # not at the start: an engine that starts well may still fail at its first task
             except FAULTS as error:
-                self.sync_faults += 1
-                await self.end(f"new weights did not reach vLLM: {error}")
+                if life == self._life:
+                    self.sync_faults += 1
+                    await self.end(f"new weights did not reach vLLM: {error}")
 
     async def until_up(self) -> None:
         """Wait until it can sample."""
@@ -191,7 +216,9 @@ class VLLMEngine:
             if self.up:
                 continue
             if self._up.is_set():  # it ended by itself
-                await self.end(str(self._worker.fault or "it ended"))
+                if self._worker.fault is None:
+                    continue  # its last words are being collected
+                await self.end(str(self._worker.fault))
             await self._pause()
             try:
                 assert self._info is not None
@@ -212,8 +239,10 @@ class VLLMEngine:
     async def end(self, reason: str) -> None:
         """End the process for a fault; `keep_up` starts another."""
         self._up.clear()
+        self._life += 1
         self._failures += 1
-        self._reason = reason.splitlines()[0] if reason else ""
+        self._reason = summary(reason, self._worker.last_lines)
+        reason = "\n".join([self._reason, *reason.splitlines()[1:]])
         log.error("vLLM is started again; training goes on with what there is", reason=reason, in_a_row=self._failures)
         await self._worker.stop(grace=0)
 
@@ -245,6 +274,16 @@ class VLLMEngine:
                 f"after an exchange of weights vLLM's log-probs differ from the trainer's by {synced.difference:.2g} "
                 f"on average, where at most {limit:g} is explained by other arithmetic (inference.sync_tolerance)"
             )
+
+
+def summary(reason: str, output: list[str]) -> str:
+    """A reason in one line. How a process below the engine's core ended, only vLLM's own output tells."""
+    first = reason.partition("\n")[0]
+    for line in output:
+        if found := LOST_PROCESS.search(line):
+            how = f"was killed by {signal.Signals(int(found[2])).name}" if found[2] else "is gone, as after a SIGKILL"
+            return f"{first}; {found[1]} {how}"
+    return first
 
 
 def environment() -> dict[str, str]:

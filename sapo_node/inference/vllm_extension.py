@@ -3,6 +3,7 @@
 vLLM mixes `WeightSync` into its worker class (`worker_extension_cls`), so `self` is that worker.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,24 +13,39 @@ from sapo_node.inference.tensor_transfer import Description, Receiver
 
 
 class WeightSync:
-    """Methods that `collective_rpc` calls, in every worker of the engine."""
+    """Methods that `collective_rpc` calls, in every worker of the engine. They return what went wrong, or ""."""
 
     model_runner: Any
     device: torch.device
     rank: int
     sapo_receiver: Receiver | None = None
 
-    def sapo_reload(self, folder: str) -> None:
+    def sapo_reload(self, folder: str) -> str:
         """Take the weights from safetensors in a folder."""
+        return problem(lambda: self._reload(folder))
+
+    def sapo_receive(self, transfer: Description) -> str:
+        """Take the weights from the trainer's memory; see `tensor_transfer` for what no GPU has run yet."""
+        return problem(lambda: self._receive(transfer))
+
+    def _reload(self, folder: str) -> None:
         self.model_runner.reload_weights(weights_path=folder)
         repack(self.model_runner.get_model())
 
-    def sapo_receive(self, transfer: Description) -> None:
-        """Take the weights from the trainer's memory; see `tensor_transfer` for what no GPU has run yet."""
+    def _receive(self, transfer: Description) -> None:
         if self.sapo_receiver is None:
             self.sapo_receiver = Receiver(self.device, self.rank)
         self.model_runner.reload_weights(weights_iterator=self.sapo_receiver.receive(transfer))
         repack(self.model_runner.get_model())
+
+
+def problem(action: Callable[[], None]) -> str:
+    """How an action failed, in a line, or "". vLLM itself passes on that something failed, and not what."""
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 - the node is told, and ends the engine
+        return f"{type(error).__name__}: {error}"
+    return ""
 
 
 def repack(model: nn.Module) -> None:

@@ -52,6 +52,10 @@ class _Progress(StatLoggerBase):
         pass
 
 
+class NotLoaded(Exception):
+    """New weights could not be loaded: the engine has old and new ones mixed."""
+
+
 class InferenceWorker:
     """The handlers, and the engine they work on."""
 
@@ -64,6 +68,7 @@ class InferenceWorker:
         self._sampling: set[asyncio.Future[Any]] = set()
         self._processes: list[BaseProcess] = []
         self._exchanging = asyncio.Lock()
+        self._watching: asyncio.Task[None] | None = None
 
     async def start(self, request: StartRequest) -> Synced:
         """Start vLLM on a model folder and try it on the probe."""
@@ -76,7 +81,7 @@ class InferenceWorker:
         before = {process.pid for process in multiprocessing.active_children()}
         self._llm = AsyncLLM.from_engine_args(engine_args(request, self._settings), stat_loggers=[_Progress])
         self._processes = [process for process in multiprocessing.active_children() if process.pid not in before]
-        asyncio.get_running_loop().create_task(self._watch(), name="watch")
+        self._watching = asyncio.create_task(self._watch(), name="watch")
         workers.stage("warming up", deadline=self._settings.start_seconds)
         await self._engine.update_weight_version(str(request.policy_version))
         difference = await self._difference(request.probe)
@@ -88,19 +93,20 @@ class InferenceWorker:
         began, params = time.monotonic(), request.params
         prompts = [self._encoder.prompt(question) for question in request.questions]
         longest = min(self._settings.max_prompt_tokens, self._request.max_length - 1)
-        workers.stage("sampling", deadline=STEP_SECONDS)
         task = asyncio.ensure_future(
             asyncio.gather(
                 *(self._group(prompt, params, index) for index, prompt in enumerate(prompts) if len(prompt) <= longest)
             )
         )
         self._sampling.add(task)
+        self._tell()
         try:
             drawn = iter(await task)
         finally:
             self._sampling.discard(task)
-            if not self._sampling:
-                workers.stage(base.READY)
+            self._tell()
+        async with self._exchanging:
+            pass  # whether weights that come in are right is known at its end; wrong ones end this process
         groups = [next(drawn) if len(prompt) <= longest else [] for prompt in prompts]
         versions = [version for group in groups for one in group for version in one.policy_versions]
         return SampledBatch(
@@ -113,24 +119,35 @@ class InferenceWorker:
         """Exchange the weights in flight, then try the probe. A fault half-way leaves the engine unusable."""
         async with self._exchanging:
             began = time.monotonic()
-            workers.stage("loading new weights", deadline=SYNC_SECONDS)
+            self._tell()
             await self._engine.pause_generation(mode="keep", clear_cache=True)
             if request.path is not None:
-                await self._engine.collective_rpc("sapo_reload", kwargs={"folder": request.path})
+                problems = await self._engine.collective_rpc("sapo_reload", kwargs={"folder": request.path})
             else:
-                await self._engine.collective_rpc("sapo_receive", kwargs={"transfer": request.transfer})
+                problems = await self._engine.collective_rpc("sapo_receive", kwargs={"transfer": request.transfer})
+            if any(problems):
+                raise NotLoaded(" | ".join(filter(None, problems)))
             await self._engine.update_weight_version(str(request.policy_version))
             await self._engine.resume_generation()
             stall = time.monotonic() - began
             difference = await self._difference(request.probe)
-            workers.stage("sampling" if self._sampling else base.READY, deadline=STEP_SECONDS)
-            return Synced(difference=difference, stall_seconds=stall, seconds=time.monotonic() - began)
+        self._tell()
+        return Synced(difference=difference, stall_seconds=stall, seconds=time.monotonic() - began)
 
     async def interrupt(self, request: Nothing) -> Nothing:
         """End the sampling that runs now; its calls fail."""
         for task in self._sampling:
             task.cancel()
         return Nothing()
+
+    def _tell(self) -> None:
+        """Name the stage. Nothing is due of an engine that waits, so then it has no deadline."""
+        if self._exchanging.locked():
+            workers.stage("loading new weights", deadline=SYNC_SECONDS)
+        elif self._sampling:
+            workers.stage("sampling", deadline=STEP_SECONDS)
+        else:
+            workers.stage(base.READY)
 
     @property
     def _engine(self) -> AsyncLLM:

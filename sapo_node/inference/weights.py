@@ -39,17 +39,21 @@ class WeightsFolder:
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
                 raise SapoError(f"{path} belongs to someone else; remove it, or set inference.weights_dir")
             path.chmod(0o700)
+            folder = cls(path)
+            folder.keep_only(None)
         except OSError as error:
             raise SapoError(f"{path}: cannot make a folder for weights: {error.strerror or error}") from error
-        folder = cls(path)
-        folder.keep_only(None)
         return folder
 
     def keep_only(self, newest: str | None) -> None:
         """Remove every version but the one in the folder `newest` (a path below this one)."""
         for old in self.path.iterdir():
-            if newest is None or old != Path(newest):
+            if newest is not None and old == Path(newest):
+                continue
+            if old.is_dir() and not old.is_symlink():
                 shutil.rmtree(old)
+            else:
+                old.unlink()
 
     def remove(self) -> None:
         """Remove the folder with all in it."""

@@ -11,7 +11,7 @@ from msgspec import Struct
 
 FILE_NAME = "node.json"
 
-State = Literal["starting", "joining", "training", "silo", "draining", "stopped"]
+State = Literal["starting", "joining", "training", "silo", "serving", "draining", "stopped"]
 
 REWARD_ROUNDS = 10  # rounds in the moving average of `reward_first_drawn`: one round of a few groups is mostly noise
 
@@ -27,7 +27,7 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """Process of the node."""
 
     state: State
-    """starting, joining, training, silo (no peers; it trains on), draining or stopped."""
+    """starting, joining, training, silo (no peers; it trains on), serving (a bootstrap peer), draining or stopped."""
 
     started_at: float
     """Seconds since 1970."""
@@ -49,6 +49,12 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
 
     peers: int = 0
     """Peers of this swarm that were heard of within the last epochs."""
+
+    role: str = "trainer"
+    """trainer, or bootstrap: it only helps others to find each other."""
+
+    found: dict[str, int] = {}
+    """Members of the swarm that are connected now, by how this node met them."""
 
     own_groups: int = 0
     """Groups sampled by this node, over all rounds."""

@@ -371,6 +371,7 @@ class _Stored(Struct, array_like=True):
     finish: Finish
     token_ids: bytes | None  # uint32
     logprobs: bytes | None  # float32, what engines compute in
+    policy_versions: list[int] = []
 
 
 _stored_decoder = msgspec.msgpack.Decoder(list[_Stored])
@@ -385,6 +386,7 @@ def _pack(completions: Sequence[TrainCompletion]) -> bytes:
                 c.finish,
                 None if c.token_ids is None else array("I", c.token_ids).tobytes(),
                 None if c.logprobs is None else array("f", c.logprobs).tobytes(),
+                c.policy_versions,
             )
             for c in completions
         ]
@@ -398,6 +400,7 @@ def _unpack(blob: bytes) -> list[TrainCompletion]:
             finish=s.finish,
             token_ids=None if s.token_ids is None else array("I", s.token_ids).tolist(),
             logprobs=None if s.logprobs is None else array("f", s.logprobs).tolist(),
+            policy_versions=s.policy_versions,
         )
         for s in _stored_decoder.decode(blob)
     ]

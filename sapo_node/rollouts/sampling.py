@@ -95,9 +95,7 @@ class Sampling:
             temperature=self._config.inference.temperature,
         )
         batch = await self._engine.sample([one.question.text for one in drawn], params)
-        sampled_at = time.time()
-        if batch.policy_version > self._engine.version:
-            raise LostVersion(f"a batch of version {batch.policy_version} is of steps that were lost; it is dropped")
+        sampled_at, line = time.time(), self._engine.restarts
         drawn, first, batch = _answered(drawn, first, batch)
         judged = await asyncio.gather(
             *(self._judge(one, group) for one, group in zip(drawn, batch.groups, strict=True))
@@ -109,6 +107,8 @@ class Sampling:
             _pool_group(one, group, reward, sampled_at, batch, first_drawn=index < first)
             for index, (one, group, reward) in enumerate(zip(drawn, batch.groups, rewards, strict=True))
         ]
+        if self._engine.restarts != line:  # while it was judged; from here on the pool's own order forgets it
+            raise LostVersion(f"a batch of version {batch.policy_version} is of steps that were lost; it is dropped")
         ids = await self._pool.add_local(self._identity.peer_id, groups, sampled_at)
         published = await self._share(drawn, first, batch, sampled_at)
         return SampledGroups(

@@ -200,7 +200,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
 
     def _admit(self, claimed: Any, peer_id: Any) -> None:
         """Refuse a denied caller; let one that serves (it names its node id) join the routing table."""
-        if peer_id.to_base58() in self.network.denied:
+        if self.network.outside(peer_id.to_base58()):
             raise PermissionError("denied")
         if claimed.node_id:
             self._saw(peer_id, claimed.node_id)
@@ -276,7 +276,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
 
     def _nearest(self, answer: Any) -> dict[Any, Any]:
         peers = [PeerID(raw) for raw in answer.nearest_peer_ids[:NEIGHBOURS] if len(raw) <= 64]
-        return {node_id_of(peer): peer for peer in peers if peer.to_base58() not in self.network.denied}
+        return {node_id_of(peer): peer for peer in peers if not self.network.outside(peer.to_base58())}
 
 
 class SwarmDHT:
@@ -327,6 +327,10 @@ class SwarmDHT:
     def neighbours(self) -> int:
         """Nodes in the routing table."""
         return len(self._protocol.routing_table.uid_to_peer_id)
+
+    def members(self) -> set[str]:
+        """Peer ids of the nodes in the routing table."""
+        return {peer_id.to_base58() for peer_id in self._protocol.routing_table.uid_to_peer_id.values()}
 
     async def join(self, peers: Sequence[str]) -> int:
         """Enter the DHT through peers: multiaddrs ending with /p2p/<id>, or ids of peers already connected.
@@ -401,9 +405,8 @@ class SwarmDHT:
 
         async def ask(node_id: Any, queries: Collection[Any]) -> dict[Any, tuple[Sequence[Any], bool]]:
             peer = known[node_id]
-            left_out = (
-                self._suspended.get(peer, -math.inf) > time.monotonic() or peer.to_base58() in self._network.denied
-            )
+            suspended = self._suspended.get(peer, -math.inf) > time.monotonic()
+            left_out = suspended or self._network.outside(peer.to_base58())
             answer = None if left_out else await protocol.call_find(peer, queries)
             if answer is None:
                 if not left_out:

@@ -53,6 +53,11 @@ MAX_HINT_BYTES: Final = 16 * 1024
 MAX_QUEUED_HINTS: Final = 256
 """Gossip is a hint that may be lost: larger messages are dropped, and a slow reader loses the oldest."""
 
+KEEP_WEIGHT: Final = 1000
+"""p2pd gives a peer of its own DHT's routing table 5 points; nodes of the swarm are worth more."""
+MAX_PROVIDER_BYTES: Final = 64 * 1024
+"""One provider with its addresses, which strangers wrote."""
+
 
 class _RequestReader(asyncio.StreamReader):
     """A reader that knows whether something was asked: whether a read came to its end since `asked` was unset."""
@@ -76,7 +81,7 @@ class Network:
     """One p2pd and this node's place in the network. `await Network.start(...)`, and `close()` in the end.
 
     `peer_id` and `public_key` are this node's; `p2p` is hivemind's handle for the DHT; peers in `denied` get no answer
-    on streams, gossip or DHT.
+    on streams, gossip or DHT, peers in `foreign` (of another swarm) none in the DHT.
     """
 
     def __init__(self, identity: Identity, daemon: Daemon) -> None:
@@ -84,6 +89,7 @@ class Network:
         self.public_key = identity.public_key
         self.p2p: Any = None
         self.denied: set[str] = set()
+        self.foreign: set[str] = set()
         self.daemon = daemon
         self._streams_path = daemon.folder / "streams.sock"
         self._handlers: dict[str, StreamHandler] = {}
@@ -103,8 +109,12 @@ class Network:
         nat_port_map: bool = False,
         pubsub: bool = True,
         relay_service: bool = False,
+        max_connections: int = 256,
+        dht_client: bool = False,
     ) -> "Network":
-        """Start p2pd. `listen` and `announce` are multiaddrs.
+        """Start p2pd. `listen` and `announce` are multiaddrs. Of more than `max_connections` p2pd closes, about once a
+        minute, the least useful down to three quarters (see `keep`). `dht_client`: ask libp2p's own DHT, but do not
+        serve it: for nodes that meet the public one.
 
         Raises `PortInUse` for a taken port and `NetworkError` with p2pd's own words for everything else that keeps it
         from starting.
@@ -117,7 +127,10 @@ class Network:
             f"-hostAddrs={','.join(listen)}",
             *([f"-announceAddrs={','.join(announce)}"] if announce else []),
             *(f"-{name}={int(on)}" for name, on in switches.items()),
-            *("-dhtServer=1", "-connManager=1", "-autonat=1", "-relay=1", "-tls=1"),
+            "-dhtClient=1" if dht_client else "-dhtServer=1",
+            f"-connHi={max_connections}",
+            f"-connLo={max_connections * 3 // 4}",
+            *("-connManager=1", "-connGrace=30s", "-autonat=1", "-relay=1", "-tls=1"),
             "-idleTimeout=30s",  # ends a p2pd whose node died before the death signal was set
         ]
         self = cls(identity, await Daemon.start(work_dir, flags))
@@ -238,6 +251,47 @@ class Network:
             raise NetworkError(f"{what}: {error}") from error
         # p2pd gets the deadline; one second more for its answer.
         await self._ask(what, DIAL_SECONDS + 1, type=p2pd_pb2.Request.CONNECT, connect=connect)
+
+    def outside(self, peer_id: str) -> bool:
+        """Whether a peer has no place in this swarm's DHT."""
+        return peer_id in self.denied or peer_id in self.foreign
+
+    async def keep(self, peer_id: str) -> None:
+        """Ask p2pd to close other connections before this peer's when there are too many."""
+        tag = p2pd_pb2.ConnManagerRequest(
+            type=p2pd_pb2.ConnManagerRequest.TAG_PEER, peer=peer_bytes(peer_id), tag="swarm", weight=KEEP_WEIGHT
+        )
+        await self._ask(f"keep {peer_id}", CALL_SECONDS, type=p2pd_pb2.Request.CONNMANAGER, connManager=tag)
+
+    # The public DHT of libp2p, which is another one than the swarm's
+
+    async def provide(self, cid: bytes, seconds: float) -> None:
+        """Tell libp2p's DHT that this node has the content `cid` (binary). Its address becomes public there."""
+        request = p2pd_pb2.DHTRequest(type=p2pd_pb2.DHTRequest.PROVIDE, cid=cid, timeout=int(seconds))
+        await self._ask("provide to libp2p's DHT", seconds + 1, type=p2pd_pb2.Request.DHT, dht=request)
+
+    async def find_providers(self, cid: bytes, count: int, seconds: float) -> list[tuple[str, list[str]]]:
+        """At most `count` providers of a content: peer id and at most MAX_DIALLED_ADDRESSES multiaddrs without /p2p."""
+        find = p2pd_pb2.DHTRequest.FIND_PROVIDERS
+        request = p2pd_pb2.DHTRequest(type=find, cid=cid, count=count, timeout=int(seconds))  # seconds, whole ones
+
+        async def ask() -> list[Any]:
+            _, reader, writer = await exchange(
+                self.daemon.control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.DHT, dht=request)
+            )
+            found: list[Any] = []
+            try:
+                while len(found) < count:
+                    answer = p2pd_pb2.DHTResponse.FromString(await read_message(reader, MAX_PROVIDER_BYTES))
+                    if answer.type == p2pd_pb2.DHTResponse.END:
+                        break
+                    found.append(answer.peer)
+            finally:
+                writer.close()
+            return found
+
+        peers = await self.guard("find providers in libp2p's DHT", ask(), seconds + 1)
+        return [(base58.b58encode(peer.id).decode(), _addresses(peer.addrs)) for peer in peers]
 
     async def disconnect(self, peer_id: str) -> None:
         """Close all connections to a peer. It may come again: see `denied`."""
@@ -378,3 +432,14 @@ class Network:
             return f"p2pd ended the subscription ({type(error).__name__})"
         finally:
             arrived.set()
+
+
+def _addresses(encoded: Sequence[bytes]) -> list[str]:
+    """The multiaddrs among what strangers call their addresses, bounded."""
+    found = []
+    for data in encoded[:MAX_DIALLED_ADDRESSES]:
+        try:
+            found.append(decode_multiaddr(data))
+        except Exception as error:  # noqa: BLE001  hivemind's parser raises whatever its codecs meet
+            log.debug("not an address: %r", error)
+    return found

@@ -12,7 +12,8 @@ Everything here is computed from the times passed in; only `load_peers` and `sav
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
@@ -47,6 +48,19 @@ MAX_FILE_BYTES: Final = 1 << 20
 """Bounds of peers.json: enough to find a living peer after a long pause."""
 
 
+class Found(StrEnum):
+    """How a node came to know a peer."""
+
+    INITIAL = "initial peer"
+    FILE = "peers file"
+    PUBLIC = "public list"
+    DNS = "dns"
+    RENDEZVOUS = "rendezvous"
+    CACHED = "met before"
+    DHT = "the DHT"
+    INBOUND = "it dialled us"
+
+
 class PeerRecord(Struct, kw_only=True):
     """One peer as this node knows it. Times in seconds since 1970."""
 
@@ -61,6 +75,8 @@ class PeerRecord(Struct, kw_only=True):
     first_seen: float = 0.0
     last_seen: float = 0.0
     addresses: list[str] = msgspec.field(default_factory=list)  # multiaddrs without /p2p, newest first
+    found: str = ""  # a `Found`: how this peer was first met since the start; empty for one of an earlier run
+    connected: bool = False  # when this was written
 
 
 class PeerBook:
@@ -71,17 +87,38 @@ class PeerBook:
     ) -> None:
         self.allow = frozenset(allow)
         self.deny = frozenset(deny)
-        self._peers = {record.peer_id: record for record in known}
+        fresh = {"found": "", "connected": False}
+        self._peers = {record.peer_id: msgspec.structs.replace(record, **fresh) for record in known}
 
     def __len__(self) -> int:
         return len(self._peers)
 
-    def saw(self, peer_id: str, addresses: Iterable[str], now: float) -> None:
+    def saw(self, peer_id: str, addresses: Iterable[str], now: float, found: Found = Found.DHT) -> None:
         """Remember that a peer is there and where; `addresses` replace what was known unless empty."""
         record = self._record(peer_id, now)
         record.last_seen = max(record.last_seen, now)
-        if found := list(addresses)[:MAX_SAVED_ADDRESSES]:
-            record.addresses = found
+        if record.found in ("", Found.DHT):  # who dialled whom tells more than that others know it too
+            record.found = found
+        if given := list(addresses)[:MAX_SAVED_ADDRESSES]:
+            record.addresses = given
+
+    def reached(self, peer_id: str, address: str, now: float, found: Found) -> None:
+        """Remember an address (without /p2p) that was dialled with success: it is the first to try next time."""
+        self.saw(peer_id, (), now, found)
+        record = self._record(peer_id, now)
+        record.addresses = [address, *(a for a in record.addresses if a != address)][:MAX_SAVED_ADDRESSES]
+
+    def set_connected(self, peer_ids: Collection[str], callers: Collection[str], now: float) -> None:
+        """Exactly these members of the swarm are connected now; `callers` are those that joined by this node."""
+        for peer_id in peer_ids:
+            self.saw(peer_id, (), now, Found.INBOUND if peer_id in callers else Found.DHT)
+        for record in self._peers.values():
+            record.connected = record.peer_id in peer_ids
+
+    def counts(self) -> dict[str, int]:
+        """How many of the connected peers were found which way."""
+        ways = [record.found for record in self._peers.values() if record.connected]
+        return {way: ways.count(way) for way in Found if way in ways}
 
     def accepted(self, peer_id: str, groups: int, usable: int, now: float) -> None:
         """`groups` of this peer were verified, `usable` of them with an advantage to learn from."""
@@ -125,6 +162,11 @@ class PeerBook:
         """Peers worth remembering, the most recently seen first: those with an address and no reason to avoid them."""
         useful = [r for r in self._peers.values() if r.addresses and self.welcome(r.peer_id, now)]
         return sorted(useful, key=lambda r: r.last_seen, reverse=True)[:limit]
+
+    def to_save(self, now: float) -> list[PeerRecord]:
+        """The connected ones, with or without an address, and then the `best`; at most MAX_SAVED."""
+        connected = [r for r in self._peers.values() if r.connected]
+        return [*connected, *(r for r in self.best(now) if not r.connected)][:MAX_SAVED]
 
     def _add(self, peer_id: str, change: float, now: float) -> PeerRecord:
         record = self._record(peer_id, now)

@@ -79,6 +79,10 @@ and k+1, so nodes whose thresholds differ by more than one bit lose sight of eac
 FETCH_PROTOCOL: Final = "/sapo/1/fetch"
 """libp2p protocol id of the batch stream. Another value: no fetch succeeds."""
 
+HELLO_PROTOCOL: Final = "/sapo/hello"
+"""libp2p protocol id of the greeting. It has no version, and never changes: by it nodes of different versions learn
+that they are. Another value: nodes take each other for strangers and do not join by each other."""
+
 
 def digest(*parts: bytes) -> bytes:
     """sha256 over length-prefixed parts (4 bytes big endian each), so that no two part lists collide; 32 bytes."""
@@ -104,3 +108,15 @@ def epoch_of(timestamp: float) -> int:
 def hint_topic(swarm: str) -> str:
     """Gossip topic of a swarm's announcements. Another value: hints reach nobody, and batches travel by the DHT."""
     return f"sapo/1/{swarm}"
+
+
+def greeting(swarm: str, oldest: int = PROTO, newest: int = PROTO) -> bytes:
+    """What a node says of itself first, 38 bytes: the wire versions it reads, and a digest of its swarm's name. Its
+    form holds for all versions."""
+    return MAGIC + bytes([oldest, newest]) + digest(b"sapo/hello", swarm.encode())
+
+
+def rendezvous_cid(swarm: str) -> bytes:
+    """The content id under which the nodes of a swarm meet in the public DHT of libp2p: CIDv1, raw, sha2-256, 36 bytes.
+    Another value: nodes do not meet there."""
+    return bytes.fromhex("01551220") + hashlib.sha256(b"sapo/1/rendezvous/" + swarm.encode()).digest()

@@ -1,4 +1,4 @@
-"""The node's place in the swarm, from p2pd up, kept running.
+"""The node's place in the swarm, from p2pd up, kept running: for a node that trains, and for a bootstrap peer.
 
 One *connection* is a p2pd with the DHT node, the exchange and the search for peers on it. When p2pd dies, or hivemind
 loses it, the connection ends as a whole and the next one starts after a growing pause; the node trains on meanwhile.
@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Coroutine
 from importlib.metadata import version
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import structlog
 
@@ -19,30 +19,34 @@ from sapo_node.identity import Identity
 from sapo_node.rollouts.codec import Rejected
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.schema import Batch, Group, ModelCard
-from sapo_node.swarm.bootstrap import Bootstrap, Outcome, Result
+from sapo_node.swarm.bootstrap import Bootstrap, JoinState, Outcome, Result
+from sapo_node.swarm.candidates import Candidates, public_peers
 from sapo_node.swarm.dht import SwarmDHT
 from sapo_node.swarm.discovery import REWRITE_SECONDS
 from sapo_node.swarm.exchange import Exchange, ExchangeStats
+from sapo_node.swarm.hello import Greeter
 from sapo_node.swarm.outbox import Outbox
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError, PortInUse, check_port_is_free
 from sapo_node.swarm.peers import PeerBook, load_peers, save_peers
 from sapo_node.swarm.protocol import PROTO
+from sapo_node.swarm.rendezvous import Rendezvous
 
 log = structlog.get_logger(__name__)
 
 FIRST_PAUSE_SECONDS: Final = 1.0
 LONGEST_PAUSE_SECONDS: Final = 60.0
-SAVE_PEERS_SECONDS: Final = 30.0
+SAVE_PEERS_SECONDS: Final = 10.0  # `sapo-node peers` reads what is saved
 DENY_SECONDS: Final = 1.0  # between two looks at who is unwelcome
 PUBLISH_SECONDS: Final = 0.05  # between two looks at what waits to leave
 ADDRESS_SECONDS: Final = 2.0  # between two looks at our own addresses: a router may give us new ones
 
 Consume = Callable[[Exchange], Coroutine[Any, Any, None]]
+Role = Literal["trainer", "bootstrap"]
 
 
 class SwarmService:
-    """The swarm as the node sees it: `run` keeps it up, `publish` offers groups, the rest says how it is."""
+    """The swarm as the node sees it: `run` or `serve` keeps it up, `publish` offers groups, the rest says how it is."""
 
     def __init__(self, config: NodeConfig, identity: Identity, data: DataDir) -> None:
         self._config = config
@@ -76,24 +80,59 @@ class SwarmService:
         self._outbox.put(groups)
 
     async def run(self, pool: Pool, card: ModelCard, want: Callable[[], int], consume: Consume) -> None:
-        """Keep a connection running until cancelled. Raises SapoError for a port that is taken at the start; a port
-        that is lost later is waited for, since a node that trains must not end for it."""
+        """Share groups until cancelled. Raises SapoError for a port that is taken at the start; a port that is lost
+        later is waited for, since a node that trains must not end for it."""
+
+        def work(exchange: Exchange, group: asyncio.TaskGroup) -> None:
+            group.create_task(self._publish_loop(exchange, pool, card), name="publish")
+            group.create_task(consume(exchange), name="arrivals")
+
+        async def connection() -> None:
+            await self._connection("trainer", await pool.next_seq("announcement"), want, work)
+
+        self._tell_ways("trainer")
+        await self._keep_up(connection)
+
+    async def serve(self) -> None:
+        """Only be there for others to join by, and hold their announcements, until cancelled. Raises as `run`."""
+        self._tell_ways("bootstrap")
+        await self._keep_up(lambda: self._connection("bootstrap", 0, lambda: 0, lambda exchange, group: None))
+
+    async def _keep_up(self, connection: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """One connection after another."""
         pause = FIRST_PAUSE_SECONDS
         while True:
             started = time.monotonic()
             try:
-                await self._connection(pool, card, want, consume)
+                await connection()
             except* NetworkError as group:
                 error = _first(group)
                 if isinstance(error, PortInUse) and not self.connections:
                     raise SapoError(str(error)) from error
-                log.warning("the network is down; training goes on", reason=str(error), again_in=pause)
+                log.warning("the network is down; it starts again", reason=str(error), again_in=pause)
             if time.monotonic() - started > LONGEST_PAUSE_SECONDS:
                 pause = FIRST_PAUSE_SECONDS
             await asyncio.sleep(pause)
             pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
 
-    async def _connection(self, pool: Pool, card: ModelCard, want: Callable[[], int], consume: Consume) -> None:
+    def _tell_ways(self, role: Role) -> None:
+        """Say what the owner should know about the ways to join that are set."""
+        settings = self._config.swarm
+        if role == "trainer" and settings.public_peers and not public_peers(settings.name):
+            log.info(
+                f"nobody runs a public bootstrap peer for swarm {settings.name} yet; "
+                "`sapo-node bootstrap` hosts one (docs/operations.md)"
+            )
+        if settings.rendezvous:
+            log.warning(
+                "swarm.rendezvous is on: this node's IP address and peer id are published in the public IPFS DHT, for "
+                "anyone who knows the swarm's name"
+            )
+
+    async def _connection(
+        self, role: Role, seq_start: int, want: Callable[[], int], work: Callable[[Exchange, asyncio.TaskGroup], None]
+    ) -> None:
+        """One life of the network; `work` starts what this role does with the exchange."""
         settings = self._config.swarm
         network = await Network.start(
             self._identity,
@@ -102,42 +141,61 @@ class SwarmService:
             announce=settings.announce,
             nat_port_map=settings.nat_port_map,
             pubsub=settings.push != "off",
+            max_connections=settings.max_connections,
+            dht_client=settings.rendezvous,
         )
         dht: SwarmDHT | None = None
         try:
             await self._tell_addresses(network)
             dht = await SwarmDHT.start(network, settings.name, store_for_others=settings.store_for_others)
-            self._exchange = Exchange(
+            greeter = Greeter(network, settings.name)
+            await greeter.start()
+            self._exchange = exchange = Exchange(
                 network,
                 dht,
                 self._identity,
                 settings.name,
                 settings,
                 max_age_seconds=self._config.rollouts.max_age_seconds,
-                seq_start=await pool.next_seq("announcement"),
+                seq_start=seq_start,
                 want=want,
                 book=self.book,
                 version=version("sapo-node"),
-                roles=["trainer"],
+                roles=[role],
             )
             self.stats = self._exchange.stats
             self.connections += 1
-            bootstrap = Bootstrap(network, dht, settings.initial_peers, self.book, self._tell_outcome)
+            candidates = Candidates(settings, self.book, log.warning)
+            bootstrap = Bootstrap(network, dht, greeter, candidates, self.book, self._tell_outcome)
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._end_with_p2pd(network), name="p2pd")
                 group.create_task(self._deny_unwelcome(network), name="deny")
+                group.create_task(candidates.run(), name="candidates")
                 group.create_task(bootstrap.run(), name="bootstrap")
-                group.create_task(self._exchange.run(), name="exchange")
-                group.create_task(self._publish_loop(self._exchange, pool, card), name="publish")
-                group.create_task(consume(self._exchange), name="arrivals")
+                group.create_task(exchange.run(), name="exchange")
                 group.create_task(self._follow_addresses(network), name="addresses")
                 group.create_task(self._save_peers(), name="peers")
+                if settings.rendezvous:
+                    rendezvous = self._rendezvous(network, candidates, bootstrap)
+                    group.create_task(rendezvous.run(), name="rendezvous")
+                work(exchange, group)
         finally:
             self._exchange = None
+            self.book.set_connected((), (), time.time())
             self.save_peers()
             if dht is not None:
                 await dht.close()
             await network.close()
+
+    def _rendezvous(self, network: Network, candidates: Candidates, bootstrap: Bootstrap) -> Rendezvous:
+        settings = self._config.swarm
+        return Rendezvous(
+            network,
+            settings.name,
+            settings.rendezvous_peers,
+            met=candidates.meet,
+            lonely=lambda: bootstrap.state is not JoinState.JOINED,
+        )
 
     async def _end_with_p2pd(self, network: Network) -> None:
         raise NetworkError(await network.wait_dead())
@@ -190,7 +248,7 @@ class SwarmService:
     def save_peers(self) -> None:
         """Remember the peers met, for the next start."""
         try:
-            save_peers(self._data.peers, self.book.best(time.time()))
+            save_peers(self._data.peers, self.book.to_save(time.time()))
         except OSError as error:
             log.warning("the peers met could not be saved", file=str(self._data.peers), reason=str(error))
 

@@ -65,6 +65,7 @@ class LoadRequest(Struct, frozen=True, kw_only=True):
     seed: int | None = None  # of the sampling noise; None: from the system's randomness. Ignored when resuming
     threads: int = 0  # CPU threads; 0 lets torch choose
     resume: str | None = None  # checkpoint folder to continue from
+    check_memory: bool = False  # refuse a model that cannot be trained in this machine's memory
 
 
 class SampleRequest(Struct, frozen=True, kw_only=True):

@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from sapo_node import workers
 from sapo_node.config import InferenceSection, TrainingSection
+from sapo_node.fit import refuse_before_loading
 from sapo_node.inference.base import Nothing, SampledBatch
 from sapo_node.inference.sampling import check_sampling, interrupt
 from sapo_node.training import checkpoint
@@ -23,7 +24,7 @@ from sapo_node.training.base import (
     StepResult,
     Weights,
 )
-from sapo_node.training.policy import load_policy
+from sapo_node.training.policy import find_folder, load_policy
 from sapo_node.training.share import Sharer
 from sapo_node.training.trainer import Trainer
 
@@ -46,9 +47,12 @@ class PolicyWorker:
             version = 0 if folder is None else checkpoint.read_state(folder).policy_version
         except checkpoint.CheckpointError as error:
             raise workers.Refused(str(error)) from error
+        source = folder or find_folder(training.model)
+        if request.check_memory:  # here too: the model may just have been downloaded
+            refuse_before_loading(source, training, inference)
         policy = load_policy(
             training.model,
-            folder=folder,
+            folder=source,
             device=training.device,
             dtype=training.dtype,
             system_prompt=inference.system_prompt,

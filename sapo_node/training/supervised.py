@@ -48,6 +48,7 @@ class Policy:
 
     takes_turns: bool = True  # sampling and stepping share one queue, so a batch has exactly one version
     engine_name = "transformers"
+    checks_memory = False  # whether the model is to be trained, and so must fit into this machine's memory
 
     def __init__(
         self, config: NodeConfig, checkpoints: Path | None, on_restart: Callable[[], Awaitable[None]] | None = None
@@ -197,6 +198,7 @@ class Policy:
                 seed=self._config.node.seed,
                 threads=self._config.node.threads,
                 resume=str(newest) if newest else None,
+                check_memory=self.checks_memory,
             )
             self.info = await self._trainer.load(request)
         except BaseException:  # also when cancelled: a worker without a model is of no use to anyone

@@ -6,13 +6,18 @@ import socket
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 
-from sapo_node.swarm import bootstrap
+from sapo_node.config import SwarmSection
+from sapo_node.swarm import bootstrap, protocol
 from sapo_node.swarm.bootstrap import Attempts, Bootstrap, JoinState, Outcome, Result, explain_failure
+from sapo_node.swarm.candidates import Candidates
 from sapo_node.swarm.dht import SwarmDHT
-from sapo_node.swarm.peers import PeerBook
+from sapo_node.swarm.hello import Greeter
+from sapo_node.swarm.p2p import Network
+from sapo_node.swarm.peers import Found, PeerBook
 from tests.swarm.conftest import Loopback
 
 OnLoopback = Callable[[Callable[[Loopback], Awaitable[None]]], None]
@@ -22,35 +27,49 @@ def address(name: str) -> str:
     return f"/ip4/127.0.0.1/tcp/1/p2p/{name}"
 
 
-def attempts(*initial: str) -> Attempts:
-    return Attempts("me", [address(name) for name in initial], random.Random(0))
+def attempts() -> Attempts:
+    return Attempts("me", random.Random(0))
 
 
 # Whom to dial when
 
 
-def test_initial_and_cached_peers_are_dialled_side_by_side() -> None:
-    assert attempts("a", "b").due(0.0, [], [address("c")]) == [address("a"), address("b"), address("c")]
+def test_all_addresses_are_dialled_side_by_side_in_their_order() -> None:
+    given = [address(name) for name in "bca"]
+    assert attempts().due(0.0, [], given) == given
 
 
 def test_a_node_does_not_dial_itself() -> None:
-    assert attempts("me").due(0.0, [], []) == []
+    assert attempts().due(0.0, [], [address("me")]) == []
 
 
-def test_a_node_with_company_dials_only_lost_initial_peers_and_rarely() -> None:
-    a = attempts("a", "b")
-    assert a.due(0.0, ["b"], [address("c")]) == [address("a")]
+def test_dials_in_flight_are_not_begun_again_and_count_against_the_bound() -> None:
+    given = [address(f"p{i}") for i in range(20)]
+    flying = given[:3]
+    assert attempts().due(0.0, [], given, flying) == given[3 : bootstrap.MAX_AT_ONCE]
+
+
+def test_a_node_with_company_dials_lost_peers_rarely() -> None:
+    a, given = attempts(), [address("a"), address("b")]
+    assert a.due(0.0, ["b"], given) == [address("a")]
     a.report(address("a"), Result.UNREACHABLE, 0.0, lonely=False)
-    assert a.due(100.0, ["b"], []) == []
-    assert a.due(451.0, ["b"], []) == [address("a")]
+    assert a.due(100.0, ["b"], given) == []
+    assert a.due(451.0, ["b"], given) == [address("a")]
+
+
+def test_a_peer_of_another_swarm_is_asked_again_only_rarely_also_by_a_lonely_node() -> None:
+    a = attempts()
+    a.report(address("a"), Result.OTHER_SWARM, 0.0, lonely=True)
+    assert a.due(100.0, [], [address("a")]) == []
+    assert a.due(451.0, [], [address("a")]) == [address("a")]
 
 
 def test_pauses_double_up_to_a_bound_while_the_node_is_alone() -> None:
-    a, now, pauses = attempts("a"), 0.0, []
+    a, now, pauses = attempts(), 0.0, []
     for _ in range(12):
         a.report(address("a"), Result.UNREACHABLE, now, lonely=True)
         start = now
-        while not a.due(now, [], []):
+        while not a.due(now, [], [address("a")]):
             now += 0.1
         pauses.append(now - start)
     assert 0.4 < pauses[0] < 1.7
@@ -59,15 +78,15 @@ def test_pauses_double_up_to_a_bound_while_the_node_is_alone() -> None:
 
 
 def test_a_node_that_lost_everyone_dials_at_once() -> None:
-    a = attempts("a")
+    a = attempts()
     a.report(address("a"), Result.CONNECTED, 0.0, lonely=False)
-    assert a.due(1.0, [], []) == []
+    assert a.due(1.0, [], [address("a")]) == []
     a.lost_everyone()
-    assert a.due(1.0, [], []) == [address("a")]
+    assert a.due(1.0, [], [address("a")]) == [address("a")]
 
 
 def test_each_outcome_is_news_once() -> None:
-    a = attempts("a")
+    a = attempts()
     told = [
         a.report(address("a"), result, 0.0, lonely=True)
         for result in (
@@ -84,11 +103,11 @@ def test_each_outcome_is_news_once() -> None:
 
 def test_dials_and_memory_are_bounded() -> None:
     a = attempts()
-    cached = [address(f"p{i}") for i in range(1000)]
-    assert len(a.due(0.0, [], cached)) == bootstrap.MAX_AT_ONCE
-    for one in cached:
+    many = [address(f"p{i}") for i in range(1000)]
+    assert len(a.due(0.0, [], many)) == bootstrap.MAX_AT_ONCE
+    for one in many:
         a.report(one, Result.UNREACHABLE, 0.0, lonely=True)
-    assert len(a._attempts) <= 4 * bootstrap.MAX_CACHED
+    assert len(a._attempts) <= bootstrap.MAX_REMEMBERED
 
 
 def test_the_reason_told_is_that_of_the_address_dialled() -> None:
@@ -104,16 +123,33 @@ def test_the_reason_told_is_that_of_the_address_dialled() -> None:
 class Joining:
     """A node's bootstrap at work, and what it told."""
 
-    def __init__(self, bootstrap: Bootstrap, told: list[Outcome]) -> None:
-        self.bootstrap, self.told = bootstrap, told
+    def __init__(self, network: Network, bootstrap: Bootstrap, book: PeerBook, told: list[Outcome]) -> None:
+        self.network, self.bootstrap, self.book, self.told = network, bootstrap, book, told
+
+    def found(self, peer_id: str) -> str:
+        record = self.book.get(peer_id)
+        return record.found if record else ""
 
 
-async def start(loopback: Loopback, name: str, initial: list[str], book: PeerBook | None = None) -> Joining:
-    network = await loopback.start(name)
-    dht = await SwarmDHT.start(network, "test")
+async def start(
+    loopback: Loopback,
+    name: str,
+    initial: list[str],
+    book: PeerBook | None = None,
+    *,
+    swarm: str = "test",
+    greeting: bytes | None = None,
+    **options: Any,
+) -> Joining:
+    network = await loopback.start(name, **options)
+    dht = await SwarmDHT.start(network, swarm)
     loopback.stack.push_async_callback(dht.close)
     told: list[Outcome] = []
-    made = Bootstrap(network, dht, initial, book or PeerBook(), told.append)
+    book = book or PeerBook()
+    greeter = Greeter(network, swarm, greeting)
+    await greeter.start()
+    settings = SwarmSection(name=swarm, initial_peers=initial, public_peers=False)
+    made = Bootstrap(network, dht, greeter, Candidates(settings, book, print), book, told.append)
     task = asyncio.create_task(made.run())
 
     async def stop() -> None:
@@ -122,7 +158,7 @@ async def start(loopback: Loopback, name: str, initial: list[str], book: PeerBoo
             await task
 
     loopback.stack.push_async_callback(stop)
-    return Joining(made, told)
+    return Joining(network, made, book, told)
 
 
 async def until(condition: Callable[[], object], seconds: float) -> None:
@@ -147,6 +183,8 @@ def test_a_node_without_addresses_is_alone_until_it_is_found(on_loopback: OnLoop
         await until(lambda: first.bootstrap.state is JoinState.JOINED, 5.0)
         assert first.bootstrap._dht.neighbours() == second.bootstrap._dht.neighbours() == 1
         assert [o.result for o in second.told] == [Result.CONNECTED]
+        await until(lambda: second.found(first.network.peer_id) == Found.INITIAL, 3.0)
+        assert first.found(second.network.peer_id) == Found.INBOUND
 
     on_loopback(body)
 
@@ -161,9 +199,7 @@ def test_a_dead_bootstrap_is_told_once_and_joined_when_it_appears(on_loopback: O
         await asyncio.sleep(4.0)
         assert [o.result for o in node.told] == [Result.UNREACHABLE]
         assert target in node.told[0].message
-        network = await loopback.start("a", listen=[f"/ip4/127.0.0.1/tcp/{port}"])
-        dht = await SwarmDHT.start(network, "test")
-        loopback.stack.push_async_callback(dht.close)
+        await start(loopback, "a", [], listen=[f"/ip4/127.0.0.1/tcp/{port}"])
         await until(lambda: node.bootstrap.state is JoinState.JOINED, 40.0)
         assert node.bootstrap._dht.neighbours() == 1
         assert [o.result for o in node.told] == [Result.UNREACHABLE, Result.CONNECTED]
@@ -179,7 +215,8 @@ def test_a_wrong_peer_id_is_told_by_name(on_loopback: OnLoopback) -> None:
         await until(lambda: node.told, 5.0)
         assert node.told[0].result is Result.WRONG_PEER_ID
         assert "another key" in node.told[0].message
-        assert node.bootstrap.state is JoinState.ALONE
+        assert other.peer_id in node.told[0].message
+        await until(lambda: node.bootstrap.state is JoinState.ALONE, 3.0)
 
     on_loopback(body)
 
@@ -191,9 +228,11 @@ def test_cached_peers_stand_in_for_a_dead_bootstrap(on_loopback: OnLoopback) -> 
         network = first.bootstrap._network
         known.saw(network.peer_id, [(await loopback.address_of(network)).partition("/p2p/")[0]], time.time())
         dead = f"/ip4/127.0.0.1/tcp/{free_port()}/p2p/{loopback.identity('x').peer_id}"
-        node = await start(loopback, "b", [dead], known)
+        node = await start(loopback, "b", [dead], PeerBook(known=known.best(time.time())))
         await until(lambda: node.bootstrap.state is JoinState.JOINED, 5.0)
+        await until(lambda: len(node.told) == 2, 5.0)
         assert {o.result for o in node.told} == {Result.CONNECTED, Result.UNREACHABLE}
+        assert node.found(network.peer_id) == Found.CACHED
 
     on_loopback(body)
 
@@ -202,7 +241,87 @@ def test_a_node_whose_p2pd_died_does_not_raise(on_loopback: OnLoopback) -> None:
     async def body(loopback: Loopback) -> None:
         node = await start(loopback, "b", [address(loopback.identity("x").peer_id)])
         await node.bootstrap._network.close()
-        await node.bootstrap._step()
-        assert node.bootstrap.state is JoinState.ALONE
+        await asyncio.sleep(2 * bootstrap.CHECK_SECONDS)
+        await until(lambda: node.bootstrap.state is JoinState.ALONE, 3.0)
+
+    on_loopback(body)
+
+
+# Addresses that lead to the wrong place
+
+
+def test_a_peer_of_another_swarm_is_told_by_name_and_let_go(on_loopback: OnLoopback) -> None:
+    async def body(loopback: Loopback) -> None:
+        other = await start(loopback, "a", [], swarm="elsewhere")
+        target = await loopback.address_of(other.network)
+        node = await start(loopback, "b", [target])
+        await until(lambda: node.told, 5.0)
+        assert node.told[0].result is Result.OTHER_SWARM
+        assert target in node.told[0].message
+        assert "swarm.name" in node.told[0].message
+        await until(lambda: node.bootstrap.state is JoinState.ALONE, 5.0)
+        assert node.bootstrap._dht.neighbours() == other.bootstrap._dht.neighbours() == 0
+
+    on_loopback(body)
+
+
+@pytest.mark.parametrize(("speaks", "advice"), [(2, "Update this node."), (0, "Update that node.")])
+def test_a_peer_of_another_wire_version_is_told_by_name(on_loopback: OnLoopback, speaks: int, advice: str) -> None:
+    async def body(loopback: Loopback) -> None:
+        greeting = protocol.greeting("test", speaks, speaks)
+        other = await start(loopback, "a", [], greeting=greeting)
+        target = await loopback.address_of(other.network)
+        node = await start(loopback, "b", [target])
+        await until(lambda: node.told, 5.0)
+        assert node.told[0].result is Result.OTHER_VERSION
+        assert target in node.told[0].message
+        assert f"wire version {speaks}" in node.told[0].message
+        assert advice in node.told[0].message
+
+    on_loopback(body)
+
+
+def test_a_libp2p_host_that_is_no_node_is_told_by_name(on_loopback: OnLoopback) -> None:
+    async def body(loopback: Loopback) -> None:
+        target = await loopback.address_of(await loopback.start("a"))
+        node = await start(loopback, "b", [target])
+        await until(lambda: node.told, 5.0)
+        assert node.told[0].result is Result.NOT_A_NODE
+        assert target in node.told[0].message
+
+    on_loopback(body)
+
+
+@pytest.mark.slow
+def test_a_black_hole_is_told_by_name_and_holds_nobody_up(on_loopback: OnLoopback) -> None:
+    async def body(loopback: Loopback) -> None:
+        with socket.socket() as hole:  # takes connections and never says a word
+            hole.bind(("127.0.0.1", 0))
+            hole.listen(8)
+            dead = f"/ip4/127.0.0.1/tcp/{hole.getsockname()[1]}/p2p/{loopback.identity('x').peer_id}"
+            first = await start(loopback, "a", [])
+            began = time.monotonic()
+            node = await start(loopback, "b", [dead, await loopback.address_of(first.network)])
+            await until(lambda: node.bootstrap.state is JoinState.JOINED, 5.0)
+            assert time.monotonic() - began < 5.0
+            await until(lambda: len(node.told) == 2, 20.0)
+            assert [o.result for o in node.told] == [Result.CONNECTED, Result.UNREACHABLE]
+            assert dead in node.told[1].message
+
+    on_loopback(body)
+
+
+@pytest.mark.slow
+def test_alone_with_a_black_hole_a_node_says_so(on_loopback: OnLoopback) -> None:
+    async def body(loopback: Loopback) -> None:
+        with socket.socket() as hole:
+            hole.bind(("127.0.0.1", 0))
+            hole.listen(8)
+            dead = f"/ip4/127.0.0.1/tcp/{hole.getsockname()[1]}/p2p/{loopback.identity('x').peer_id}"
+            node = await start(loopback, "b", [dead])
+            await until(lambda: node.told, 20.0)
+            assert node.told[0].result is Result.UNREACHABLE
+            assert dead in node.told[0].message
+            await until(lambda: node.bootstrap.state is JoinState.ALONE, 3.0)
 
     on_loopback(body)

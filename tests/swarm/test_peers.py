@@ -4,9 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from sapo_node.swarm import peers
-from sapo_node.swarm.peers import PeerBook, load_peers, save_peers
+from sapo_node.swarm.peers import Found, PeerBook, load_peers, save_peers
 
 
 def test_strangers_are_welcome() -> None:
@@ -106,7 +107,9 @@ def test_peers_survive_a_restart(tmp_path: Path) -> None:
     save_peers(path, book.best(1.0))
     known, warning = load_peers(path)
     assert warning is None
-    assert PeerBook(known=known).get("a") == book.get("a")
+    before, after = book.get("a"), PeerBook(known=known).get("a")
+    assert before is not None
+    assert after == replace(before, found=""), "how it was found belongs to a run"
     assert os.listdir(tmp_path) == ["peers.json"]
 
 
@@ -132,3 +135,42 @@ def test_a_broken_file_is_named_and_not_used(tmp_path: Path, content: bytes) -> 
     assert known == []
     assert warning is not None
     assert str(path) in warning
+
+
+def test_the_first_way_in_which_a_peer_was_met_is_kept() -> None:
+    book = PeerBook()
+    book.reached("a", "/ip4/127.0.0.1/tcp/1", 1.0, Found.INITIAL)
+    book.saw("a", [], 2.0)
+    record = book.get("a")
+    assert record is not None
+    assert record.found == Found.INITIAL
+
+
+def test_a_connected_peer_dialled_us_or_was_met_in_the_dht() -> None:
+    book = PeerBook()
+    book.set_connected({"a", "b"}, {"a"}, 1.0)
+    assert book.counts() == {Found.DHT: 1, Found.INBOUND: 1}
+    book.set_connected({"b"}, {"a"}, 2.0)
+    assert book.counts() == {Found.DHT: 1}
+
+
+def test_an_address_that_worked_is_the_first_to_try() -> None:
+    book = PeerBook()
+    book.saw("a", ["/ip4/127.0.0.1/tcp/1", "/ip4/127.0.0.1/tcp/2"], 1.0)
+    book.reached("a", "/ip4/127.0.0.1/tcp/2", 2.0, Found.INITIAL)
+    assert book.best(2.0)[0].addresses == ["/ip4/127.0.0.1/tcp/2", "/ip4/127.0.0.1/tcp/1"]
+
+
+def test_connected_peers_are_saved_also_without_an_address() -> None:
+    book = PeerBook()
+    book.saw("known", ["/ip4/127.0.0.1/tcp/1"], 5.0)
+    book.set_connected({"guest"}, (), 1.0)
+    assert [record.peer_id for record in book.to_save(5.0)] == ["guest", "known"]
+    assert [record.peer_id for record in book.best(5.0)] == ["known"]
+
+
+def test_that_others_know_a_peer_too_is_no_news_of_how_it_was_met() -> None:
+    book = PeerBook()
+    book.saw("a", [], 1.0)
+    book.set_connected({"a"}, {"a"}, 2.0)
+    assert book.counts() == {Found.INBOUND: 1}

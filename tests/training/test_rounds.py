@@ -3,15 +3,18 @@
 import asyncio
 import random
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from sapo_node.config import NodeConfig
+from sapo_node.inference.base import EngineStatus
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.rollouts.pool import NewGroup, Pool
-from sapo_node.rollouts.sampling import SampledGroups
+from sapo_node.rollouts.sampling import LostVersion, SampledGroups
 from sapo_node.rollouts.schema import TaskRef
 from sapo_node.swarm.protocol import epoch_of
 from sapo_node.training import rounds
@@ -48,6 +51,8 @@ def group(index: int, rewards: list[float], version: int, *, first: bool) -> New
 
 class ToyPolicy:
     takes_turns = True
+    can_sample = True
+    engine = EngineStatus(name="toy", state="ready")
 
     def __init__(self, seconds: float = 0.0) -> None:
         self.version = 0
@@ -59,6 +64,12 @@ class ToyPolicy:
         self.version += 1
         self.steps.append(groups)
         return StepResult(policy_version=self.version, metrics={"loss": 0.5}, producer_gradients={}, skipped={})
+
+    async def settled(self) -> None:
+        pass
+
+    async def until_it_samples(self) -> None:
+        pass
 
 
 class ToySampling:
@@ -86,9 +97,12 @@ class ToySampling:
 
 
 async def run_rounds(tmp_path: Path, training: dict[str, Any], rewards: list[float], **more: Any) -> Any:
-    """Take three rounds; returns (records, toy sampling, toy policy)."""
-    config = NodeConfig.model_validate({"node": {"max_rounds": 3}, "training": training})
+    """Take three rounds (or `count`); returns (records, toy sampling, toy policy). `prepare` is given the pool."""
+    config = NodeConfig.model_validate({"node": {"max_rounds": more.get("count", 3)}, "training": training})
     pool = await Pool.open(tmp_path / "pool.sqlite", config.rollouts)
+    prepare: Callable[[Pool], Awaitable[object]] | None = more.get("prepare")
+    if prepare is not None:
+        await prepare(pool)
     policy = more.get("policy") or ToyPolicy()
     sampling = (more.get("sampling") or ToySampling)(pool, policy, rewards)
     records: list[RoundRecord] = []
@@ -173,6 +187,231 @@ def test_faults_without_end_end_the_node_with_their_reason(tmp_path: Path, monke
     (fault,) = caught.value.exceptions
     assert isinstance(fault, RoundsFailed)
     assert "10 times in a row: it is gone" in str(fault)
+
+
+# -- an engine of its own ----------------------------------------------------------------------------------------------
+
+
+class PairedToy(ToyPolicy):
+    """A policy whose engine gets the weights of a step some time after it, and may be down."""
+
+    takes_turns = False
+
+    def __init__(self, step_seconds: float = 0.02, sync_seconds: float = 0.05) -> None:
+        super().__init__(step_seconds)
+        self.sync_seconds = sync_seconds
+        self.engine_version = 0
+        self.up = asyncio.Event()
+        self.up.set()
+        self._following: asyncio.Task[None] | None = None
+
+    @property
+    def can_sample(self) -> bool:  # type: ignore[override]
+        return self.up.is_set()
+
+    async def until_it_samples(self) -> None:
+        await self.up.wait()
+
+    async def step(self, groups: list[TrainGroup]) -> StepResult:
+        result = await super().step(groups)
+        if self._following is not None:
+            await self._following
+        self._following = asyncio.create_task(self._follow(self.version))
+        return result
+
+    async def _follow(self, version: int) -> None:
+        await asyncio.sleep(self.sync_seconds)
+        self.engine_version = version
+
+    async def settled(self) -> None:
+        if self._following is not None:
+            await asyncio.wait({self._following})
+
+
+class PairedSampling(ToySampling):
+    """Samples for a while, with the weights that the engine has at its beginning."""
+
+    seconds = 0.03
+    policy: PairedToy
+
+    def __init__(self, pool: Pool, policy: PairedToy, rewards: list[float]) -> None:
+        super().__init__(pool, policy, rewards)
+        self.behind: list[int] = []  # at the beginning of each batch: steps whose weights the engine has not
+
+    async def draw(self, first: int, extra: int) -> SampledGroups:
+        version = self.policy.engine_version
+        self.behind.append(self.policy.version - version)
+        await asyncio.sleep(self.seconds)
+        if not self.policy.can_sample:
+            raise PolicyLost("the engine died")
+        groups = []
+        for i in range(first + extra):
+            self._index += 1
+            groups.append(group(self._index, self.rewards, version, first=i < first))
+        ids = await self.pool.add_local("me", groups, time.time())
+        return SampledGroups(ids=ids, rewards_first_drawn=[0.5] * first, tokens=4, seconds=self.seconds, published=0)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+@pytest.mark.parametrize("slow", ["step", "sync", "sampling"])
+def test_no_group_is_staler_than_the_bound_whatever_is_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int, slow: str
+) -> None:
+    training = {"local_groups": 1, "external_groups": 0, "max_staleness": staleness}
+    seconds = {name: 0.12 if name == slow else 0.01 for name in ("step", "sync", "sampling")}
+    monkeypatch.setattr(PairedSampling, "seconds", seconds["sampling"])
+
+    async def body() -> Any:
+        policy = PairedToy(seconds["step"], seconds["sync"])
+        return await run_rounds(tmp_path, training, MIXED, policy=policy, sampling=PairedSampling, count=8)
+
+    records, sampling, _ = asyncio.run(body())
+    assert [record.local_groups for record in records] == [1] * 8  # none was sampled in vain
+    found = [record.staleness_max for record in records]
+    assert max(found) <= staleness
+    if slow == "step":
+        assert found[-1] == staleness  # sampling does run ahead as far as it may
+    if staleness == 0:
+        assert set(sampling.behind) == {0}
+
+
+def test_a_batch_begins_only_when_the_weights_of_the_step_before_are_in_place(tmp_path: Path) -> None:
+    training = {"local_groups": 1, "external_groups": 0, "max_staleness": 0}
+
+    async def body() -> Any:
+        policy = PairedToy(step_seconds=0.0, sync_seconds=0.3)
+        return await run_rounds(tmp_path, training, MIXED, policy=policy, sampling=PairedSampling)
+
+    started = time.monotonic()
+    _, sampling, _ = asyncio.run(body())
+    assert time.monotonic() - started > 2 * 0.3
+    assert sampling.behind == [0, 0, 0]
+
+
+def externals(count: int) -> Callable[[Pool], Awaitable[object]]:
+    """Puts that many usable groups of others into the pool."""
+
+    async def prepare(pool: Pool) -> None:
+        for number in range(count):
+            new = group(100 + number, MIXED, 0, first=True)
+            await pool.add_external(f"peer {number}", number.to_bytes(32, "big"), [new], time.time())
+
+    return prepare
+
+
+class DownAtFirst(PairedToy):
+    """The engine is up after the third step."""
+
+    async def step(self, groups: list[TrainGroup]) -> StepResult:
+        result = await super().step(groups)
+        if self.version == 3:
+            self.up.set()
+        return result
+
+
+async def rounds_with_engine_down(tmp_path: Path, policy: PairedToy, external: int, count: int) -> Any:
+    policy.up.clear()
+    training = {"local_groups": 1, "external_groups": 1, "max_staleness": 1, "on_shortage": "fewer"}
+    more = {"policy": policy, "sampling": PairedSampling, "count": count, "prepare": externals(external)}
+    return await run_rounds(tmp_path, training, MIXED, **more)
+
+
+def test_while_the_engine_is_down_rounds_are_taken_on_groups_of_others_and_on_own_ones_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "LOOK_SECONDS", 0.05)
+    records, _, policy = asyncio.run(rounds_with_engine_down(tmp_path, DownAtFirst(), external=3, count=8))
+    assert [(r.local_groups, r.external_groups) for r in records[:3]] == [(0, 1)] * 3
+    assert [r.local_groups for r in records[3:]] == [1] * 5
+    assert all(record.reward_first_drawn is None for record in records[:3])
+    assert max(record.staleness_max for record in records[3:]) <= 1
+    assert policy.version == 8
+
+
+def test_without_engine_and_without_groups_of_others_no_round_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounds, "LOOK_SECONDS", 0.05)
+
+    async def body() -> Any:
+        policy = PairedToy()
+        asyncio.get_running_loop().call_later(0.6, policy.up.set)
+        return await rounds_with_engine_down(tmp_path, policy, external=0, count=3)
+
+    started = time.time()
+    records, _, _ = asyncio.run(body())
+    assert records[0].time - started >= 0.6
+    assert [record.local_groups for record in records] == [1] * 3
+
+
+class DiesOnce(PairedSampling):
+    """The engine dies during the second batch and is back a moment later."""
+
+    died = False
+
+    async def draw(self, first: int, extra: int) -> SampledGroups:
+        if self.policy.version >= 1 and not self.died:
+            self.died = True
+            self.policy.up.clear()
+            asyncio.get_running_loop().call_later(0.3, self.policy.up.set)
+        return await super().draw(first, extra)
+
+
+def test_an_engine_that_dies_during_a_batch_costs_that_batch_only(tmp_path: Path) -> None:
+    training = {"local_groups": 1, "external_groups": 0, "max_staleness": 0}
+
+    async def body() -> Any:
+        return await run_rounds(tmp_path, training, MIXED, policy=PairedToy(), sampling=DiesOnce, count=4)
+
+    records, sampling, _ = asyncio.run(body())
+    assert sampling.died
+    assert [(record.local_groups, record.staleness_max) for record in records] == [(1, 0)] * 4
+
+
+class LosesLine(PairedSampling):
+    """Every second batch turns out to be of steps that were lost."""
+
+    calls = 0
+
+    async def draw(self, first: int, extra: int) -> SampledGroups:
+        self.calls += 1
+        if self.calls % 2:
+            raise LostVersion("it is of steps that were lost")
+        return await super().draw(first, extra)
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_batch_of_a_lost_line_is_drawn_again_and_gives_its_place_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
+) -> None:
+    monkeypatch.setattr(rounds, "LONGEST_PAUSE_SECONDS", 0.01)
+    training = {"local_groups": 1, "external_groups": 0, "max_staleness": staleness}
+
+    async def body() -> Any:
+        return await run_rounds(tmp_path, training, MIXED, policy=PairedToy(), sampling=LosesLine, count=6)
+
+    records, _, _ = asyncio.run(body())
+    assert [record.local_groups for record in records] == [1] * 6
+    assert max(record.staleness_max for record in records) <= staleness
+
+
+def test_completions_of_several_versions_are_counted(tmp_path: Path) -> None:
+    class Mixed(PairedSampling):
+        async def draw(self, first: int, extra: int) -> SampledGroups:
+            new = group(1 + len(self.asked), MIXED, self.policy.engine_version, first=True)
+            self.asked.append((first, extra))
+            two, one = new.completions
+            new = structs.replace(new, completions=[structs.replace(two, policy_versions=[0, 1]), one])
+            ids = await self.pool.add_local("me", [new], time.time())
+            return SampledGroups(ids=ids, rewards_first_drawn=[0.5], tokens=4, seconds=0.1, published=0)
+
+    training = {"local_groups": 1, "external_groups": 0, "max_staleness": 1}
+
+    async def body() -> Any:
+        return await run_rounds(tmp_path, training, MIXED, policy=PairedToy(), sampling=Mixed)
+
+    records, _, _ = asyncio.run(body())
+    assert [record.mixed_completions for record in records] == [1, 1, 1]
 
 
 def test_until_gives_the_result_or_none_and_cancels_what_it_waited_for() -> None:
