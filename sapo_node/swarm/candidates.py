@@ -28,6 +28,9 @@ MAX_FILE_BYTES: Final = 64 * 1024
 MAX_CACHED: Final = 16
 """Peers of earlier runs that are tried, the most recently seen first. More would be a burst of dials."""
 
+ADDRESSES_A_PEER: Final = 3
+"""Of such a peer: which of its addresses leads to it from here is not known beforehand."""
+
 FILE_SECONDS: Final = 3.0
 DNS_SECONDS: Final = 300.0
 DNS_RETRY_SECONDS: Final = 15.0
@@ -69,9 +72,7 @@ class Candidates:
     def current(self, lonely: bool) -> list[Candidate]:
         """What to try, in order; peers of earlier runs only while `lonely`."""
         listed = self._listed()
-        cached = (
-            [f"{r.addresses[0]}/p2p/{r.peer_id}" for r in self._book.best(time.time(), MAX_CACHED)] if lonely else []
-        )
+        cached = self._cached() if lonely else []
         found = [Candidate(address, way) for address, way in listed if not _is_name(address)]
         found += [Candidate(a, Found.DNS) for name, _ in listed for a in self._resolved.get(name, ())]
         found += [Candidate(a, Found.RENDEZVOUS) for a in self._met]
@@ -80,6 +81,16 @@ class Candidates:
         for candidate in found:
             first.setdefault(candidate.address, candidate)
         return list(first.values())
+
+    def _cached(self) -> list[str]:
+        """Addresses of peers of earlier runs; every peer's first one comes before any second, loopback ones last."""
+        records = self._book.best(time.time(), MAX_CACHED)
+        ranked = [
+            (rank, f"{address}/p2p/{record.peer_id}")
+            for record in records
+            for rank, address in enumerate(sorted(record.addresses, key=is_loopback)[:ADDRESSES_A_PEER])
+        ]
+        return [address for _, address in sorted(ranked, key=lambda pair: pair[0])]
 
     async def run(self) -> None:
         """Read the file and look up names until cancelled."""
@@ -169,6 +180,11 @@ def public_peers(swarm: str, text: str | None = None) -> list[str]:
     if wrong is not None:
         raise ValueError(f"a line of the public list holds a swarm and an address, not {' '.join(wrong)!r}")
     return [check_peer_address(address) for name, address in rows if name == swarm][:MAX_LISTED]
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address leads to this machine alone, whoever announced it."""
+    return address.startswith(("/ip4/127.", "/ip6/::1/"))
 
 
 def _is_name(address: str) -> bool:

@@ -148,3 +148,12 @@ def test_a_broken_public_list_is_refused(text: str) -> None:
 
 def test_the_list_that_comes_with_the_program_can_be_read() -> None:
     assert public_peers("sapo") == []  # until somebody runs one
+
+
+def test_a_peer_of_earlier_runs_is_tried_by_several_addresses_loopback_last() -> None:
+    book = PeerBook()
+    book.saw("12D3KooWmet", ["/ip4/127.0.0.1/tcp/9", "/ip4/192.0.2.7/tcp/9"], time.time())
+    assert [c.address for c in make(book).current(lonely=True)] == [
+        "/ip4/192.0.2.7/tcp/9/p2p/12D3KooWmet",
+        "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWmet",
+    ]
