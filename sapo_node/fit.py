@@ -105,12 +105,12 @@ def summary(config: NodeConfig, here: Machine) -> list[str]:
     return lines + [f"Note:     {note}" for note in (*here.notes, *(fit.notes if fit else ()))]
 
 
-def gpu_memory_share(config: NodeConfig) -> float | None:
+def gpu_memory_share(config: NodeConfig, before: Machine) -> float | None:
     """VLLM's part of its GPU, for a model that is on this machine; None where it uses no GPU. Raises ConfigError.
 
-    Not run on a GPU yet.
+    `before` is the machine before trainer and engine took anything. Not run on a GPU yet.
     """
-    fit = check_model(config, look())
+    fit = check_model(config, before)
     return None if fit is None else fit.gpu_memory_share
 
 

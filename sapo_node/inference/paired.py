@@ -12,9 +12,11 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from sapo_node.config import NodeConfig
+from sapo_node.fit import gpu_memory_share
 from sapo_node.inference.base import EngineStatus, SampledBatch, SamplingParams
 from sapo_node.inference.vllm import FAULTS, EngineDown, NoWeights, VLLMEngine
 from sapo_node.inference.weights import WeightsFolder
+from sapo_node.machine import look
 from sapo_node.training.base import ModelInfo, ShareRequest, StepResult, TrainGroup, Weights
 from sapo_node.training.supervised import Policy, PolicyFailed, PolicyLost
 from sapo_node.workers import CallFailed, WorkerError
@@ -31,19 +33,18 @@ class PairedPolicy(Policy):
         config: NodeConfig,
         checkpoints: Path | None,
         on_restart: Callable[[], Awaitable[None]] | None = None,
-        gpu_memory_share: float | None = None,
     ) -> None:
-        """As `Policy`. `gpu_memory_share` is the engine's part of a GPU."""
+        """As `Policy`."""
         super().__init__(config, checkpoints, self._came_back)
         self._then = on_restart
-        self._engine_process = VLLMEngine(config, self._share, self._send, gpu_memory_share)
+        self._engine_process = VLLMEngine(config, self._share, self._send)
         self._folder: WeightsFolder | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._following: asyncio.Task[None] | None = None
 
     async def start(self) -> ModelInfo:
         """Load the model, and start vLLM on it. Raises Refused, PolicyFailed or SapoError."""
-        engine = self._engine_process
+        engine, before = self._engine_process, await asyncio.to_thread(look)
         telling = asyncio.create_task(engine.tell_stages(), name="vllm: tell")
         self._tasks.append(telling)
         try:
@@ -57,6 +58,7 @@ class PairedPolicy(Policy):
             raise error from errors
         info, settings = load.result(), self._config
         self._folder = WeightsFolder.prepare(settings.inference.weights_dir, settings.node.data_dir, info.weight_bytes)
+        engine.gpu_memory_share = await asyncio.to_thread(gpu_memory_share, settings, before)
         try:
             await engine.start(info)
         except FAULTS as error:

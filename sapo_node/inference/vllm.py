@@ -16,7 +16,7 @@ from typing import Final
 
 import structlog
 
-from sapo_node.config import NodeConfig
+from sapo_node.config import InferenceSection, NodeConfig
 from sapo_node.inference.base import (
     READY,
     Nothing,
@@ -78,7 +78,6 @@ class VLLMEngine:
         config: NodeConfig,
         share: Share,
         send: Send | None = None,
-        gpu_memory_share: float | None = None,
         module: str = MODULE,
     ) -> None:
         """`share` gives the trainer's newest weights; its argument is whether an engine starts from them. `send` is
@@ -88,9 +87,13 @@ class VLLMEngine:
         self._config = config
         self._share = share
         self._send = send
-        self._gpu_memory_share = gpu_memory_share
+        self.gpu_memory_share: float | None = None  # of its GPU; set before `start`
         self._worker = Worker(
-            "inference", module, env=environment(), start_seconds=IMPORT_SECONDS, calls_at_once=CALLS_AT_ONCE
+            "inference",
+            module,
+            env=environment(config.inference),
+            start_seconds=IMPORT_SECONDS,
+            calls_at_once=CALLS_AT_ONCE,
         )
         self._info: ModelInfo | None = None
         self._up = asyncio.Event()
@@ -163,7 +166,7 @@ class VLLMEngine:
             stop_ids=info.stop_ids,
             max_length=info.max_length,
             seed=self._config.node.seed,
-            gpu_memory_share=self._gpu_memory_share,
+            gpu_memory_share=self.gpu_memory_share,
         )
 
     async def sample(self, questions: list[str], params: SamplingParams) -> SampledBatch:
@@ -287,8 +290,8 @@ def summary(reason: str, output: list[str]) -> str:
     return first
 
 
-def environment() -> dict[str, str]:
-    """Environment of the inference worker: quiet, offline, on loopback only.
+def environment(settings: InferenceSection) -> dict[str, str]:
+    """Environment of the inference worker: quiet, offline, on loopback only, with GPUs of its own where it broadcasts.
 
     OMP_NUM_THREADS is taken out: with it set to 1, vLLM on a CPU was seen not to start. Its threads are not bound to
     cores unless the variable says so: several nodes on one machine would all be bound to the same ones. Unbound threads
@@ -298,6 +301,9 @@ def environment() -> dict[str, str]:
     values = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     values.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     values.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if settings.weight_transfer == "nccl":  # the trainer has the first GPU; not run on GPUs yet
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(1 + settings.tensor_parallel)))
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[1 : 1 + settings.tensor_parallel])
     if find_vllm() == "vllm-cpu":
         values["TORCHDYNAMO_DISABLE"] = "1"  # else it compiles a few functions at its start, which needs a C++ compiler
     return values | {
