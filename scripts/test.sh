@@ -9,7 +9,9 @@ cd "$(dirname "$0")/.."
 quick=
 if [ "${1:-}" = --quick ]; then quick=yes; shift; fi
 
-scripts/setup.sh
+setup=()
+[ -n "$quick" ] || setup+=(--vllm) # whose tests are slow ones
+scripts/setup.sh "${setup[@]}"
 python=.venv/bin/python
 step() { printf '\n== %s\n' "$*"; }
 
