@@ -157,6 +157,7 @@ def test_start_in_a_directory_of_a_newer_version_exits_1(tmp_path: Path) -> None
 
 def test_interrupted_exits_130_without_a_word(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")  # reading it waits for a writer that never comes
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored, also by children, in a job of the background
     with subprocess.Popen(
         [*PROGRAM, "config", "check", "pipe"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
