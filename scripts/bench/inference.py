@@ -61,7 +61,7 @@ class Speed:
 @click.option("--questions", default=8, show_default=True)
 @click.option("--samples", default=8, show_default=True, help="Completions a question.")
 @click.option("--max-tokens", default=24, show_default=True)
-@click.option("--repeats", default=10, show_default=True)
+@click.option("--repeats", default=40, show_default=True)
 @click.option("--rounds", default=60, show_default=True, help="Rounds of the real node.")
 @click.option("--own-groups", default=4, show_default=True, help="I of the real node.")
 @click.option("--vllm/--no-vllm", default=True, show_default=True)
