@@ -5,7 +5,6 @@ Importing this module costs click alone, so that `--help`, completion and `statu
 """
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any, TypeVar
 
 import click
 
+from sapo_node import stop_signal
 from sapo_node.errors import ConfigError, SapoError
 
 DEFAULT_CONFIG = Path("node.yaml")
@@ -70,8 +70,7 @@ def init(directory: Path, model: str | None, sets: tuple[str, ...]) -> int:
 @_sets
 def start(config_path: Path, sets: tuple[str, ...]) -> int:
     """Run a node until it is stopped (Ctrl-C or SIGTERM; a second one stops it at once)."""
-    # Until the node listens to signals itself: a stop during the imports is a stop, not a death by signal.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))
+    stop_signal.hold()
     from sapo_node import config_load
 
     loaded = config_load.load(config_path, os.environ, sets)
@@ -86,7 +85,7 @@ def start(config_path: Path, sets: tuple[str, ...]) -> int:
 @click.option("--addresses", type=_FILE, help="Also write the addresses to hand around to FILE (swarm.peers_file).")
 def bootstrap(config_path: Path | None, sets: tuple[str, ...], addresses: Path | None) -> int:
     """Run a small process, without a model, that others join the swarm by. Ends like `start`."""
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(0))  # as in `start`
+    stop_signal.hold()
     from sapo_node import config_load
 
     loaded = config_load.load(_given_or_here(config_path), os.environ, sets)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import os
 import random
-import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
@@ -17,7 +16,7 @@ from typing import Any, Final
 
 import structlog
 
-from sapo_node import fit, machine
+from sapo_node import fit, machine, scratch, stop_signal
 from sapo_node.config import NodeConfig
 from sapo_node.config_load import Loaded
 from sapo_node.datadir import DataDir
@@ -65,7 +64,8 @@ def run(loaded: Loaded) -> int:
         here = machine.look()
         fit.check_start(config, here)
         engine = choose_engine(config.inference.engine, here)
-        return int(uvloop.run(Node(with_engine(config, engine), data, engine).run()))
+        with scratch.temporary_files(data.path):
+            return int(uvloop.run(Node(with_engine(config, engine), data, engine).run()))
 
 
 def with_engine(config: NodeConfig, engine: Chosen) -> NodeConfig:
@@ -113,9 +113,7 @@ class Node:
 
     async def run(self) -> int:
         """Live until max_rounds, a signal or a fault; the exit code."""
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._on_signal)
+        stop_signal.listen(asyncio.get_running_loop(), self._on_signal)
         life = asyncio.create_task(self._life(), name="life")
         forced = asyncio.create_task(self._force.wait(), name="forced")
         await asyncio.wait({life, forced}, return_when=asyncio.FIRST_COMPLETED)

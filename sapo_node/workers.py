@@ -11,9 +11,11 @@ let go).
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -129,6 +131,7 @@ class Worker:
         self._changing = asyncio.Lock()  # held while a process begins or ends: the next begins when the last is gone
         self._stopping = False
         self._output_name = f"{name}: output"
+        self._folder: str | None = None  # of the process's temporary files, which it cannot remove when it is killed
 
     @property
     def alive(self) -> bool:
@@ -158,6 +161,7 @@ class Worker:
 
     async def _start(self) -> None:
         await self._reap()
+        self._folder = tempfile.mkdtemp(prefix="worker-")
         ours, theirs = socket.socketpair()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -166,7 +170,7 @@ class Worker:
                 "sapo_node.worker_child",
                 self._module,
                 str(os.getpid()),
-                env={**self._env, FD_VARIABLE: str(theirs.fileno())},
+                env={**self._env, FD_VARIABLE: str(theirs.fileno()), "TMPDIR": self._folder},
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
@@ -301,6 +305,9 @@ class Worker:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)  # what stays goes with the node's own temporary folder
+            self._folder = None
 
     def _lose(self, fault: WorkerError) -> None:
         """Remember the first fault and hand it to whoever waits."""

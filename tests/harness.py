@@ -6,10 +6,12 @@ killed by pid when the `Swarm` closes, and `leftovers` finds processes of a node
 
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +19,7 @@ from typing import Any
 
 import yaml
 
+from sapo_node import scratch
 from sapo_node.monitor import history
 from sapo_node.monitor.metrics import EvalRecord, EventRecord, RoundRecord
 from sapo_node.monitor.status import NodeStatus, read_status
@@ -190,11 +193,12 @@ class Swarm:
         return node
 
     def close(self) -> None:
-        """Kill what still runs."""
+        """Kill what still runs, and remove what a killed node leaves for its next start to remove."""
         for node in self.nodes:
             if node.process is not None and node.process.poll() is None:
                 node.process.kill()
                 node.process.wait(10)
+            shutil.rmtree(scratch.own_folder(Path(tempfile.gettempdir()), node.data), ignore_errors=True)
 
 
 @contextlib.contextmanager

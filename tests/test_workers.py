@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -67,6 +68,13 @@ def refuse(request: Number) -> None:
 def die(request: Number) -> None:
     print("last words", file=sys.stderr, flush=True)
     os._exit(7)
+
+
+def leave_file(request: Number) -> str:
+    """Path of a temporary file that nobody here removes."""
+    handle, path = tempfile.mkstemp()
+    os.close(handle)
+    return path
 
 
 def give_up(request: Number) -> None:
@@ -148,7 +156,7 @@ def main() -> None:
         ]
         uvloop.run(workers.serve_async({handler.__name__: handler for handler in handlers}))
         return
-    handlers = [double, sleep, stand_still, hold_lock, walk, fail, refuse, die, give_up]
+    handlers = [double, sleep, stand_still, hold_lock, walk, fail, refuse, die, leave_file, give_up]
     workers.serve({handler.__name__: handler for handler in handlers})
 
 
@@ -244,6 +252,24 @@ def test_kill_9_of_an_idle_worker_is_seen_at_the_next_call(run) -> None:
         with pytest.raises(WorkerDied, match="SIGKILL"):
             await worker.call("double", Number(0), float, deadline=5)
         await worker.stop()
+
+    run(body())
+
+
+@pytest.mark.parametrize("how", ["killed", "stopped", "started again"])
+def test_temporary_files_of_a_worker_go_with_it(run, how: str) -> None:
+    async def body() -> None:
+        worker = await started()
+        left = Path(await worker.call("leave_file", Number(0), str, deadline=5))
+        assert left.exists()
+        if how != "stopped":
+            os.kill(worker.pid, signal.SIGKILL)
+        if how == "started again":
+            await worker.start()
+            assert Path(await worker.call("leave_file", Number(0), str, deadline=5)).exists()
+        await worker.stop()
+        assert not left.exists()
+        assert not left.parent.exists()
 
     run(body())
 

@@ -8,7 +8,6 @@ read; the log goes to stderr.
 
 import asyncio
 import os
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from typing import Final
 import click
 import structlog
 
-from sapo_node import durable
+from sapo_node import durable, scratch, stop_signal
 from sapo_node.config import NodeConfig, SwarmSection
 from sapo_node.config_load import Loaded
 from sapo_node.datadir import DataDir
@@ -46,7 +45,8 @@ def run(loaded: Loaded, addresses: Path | None) -> int:
             raise SapoError("sapo-node runs on Linux and macOS; on Windows use WSL2")
         import uvloop
 
-        return int(uvloop.run(BootstrapPeer(config, data, addresses).run()))
+        with scratch.temporary_files(data.path):
+            return int(uvloop.run(BootstrapPeer(config, data, addresses).run()))
 
 
 def settings(loaded: Loaded) -> NodeConfig:
@@ -77,8 +77,7 @@ class BootstrapPeer:
     async def run(self) -> int:
         """Serve until SIGTERM or SIGINT; 0. Raises SapoError for what its owner can cure."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._stop.set)
+        stop_signal.listen(loop, self._stop.set)
         self._write_status("starting")
         log.info("starting a bootstrap peer", peer_id=self._identity.peer_id, swarm=self._config.swarm.name)
         try:

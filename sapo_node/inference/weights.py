@@ -5,13 +5,12 @@ directory. The folder is ours alone, is emptied at the start, holds one version 
 What a node that was killed left behind is removed by its next start: the folder's name follows from the data directory.
 """
 
-import hashlib
 import os
 import shutil
-import stat
 from pathlib import Path
 from typing import Final
 
+from sapo_node import scratch
 from sapo_node.errors import SapoError
 
 MEMORY: Final = Path("/dev/shm")
@@ -30,30 +29,17 @@ class WeightsFolder:
     def prepare(cls, wanted: Path | None, data_dir: Path, weight_bytes: int) -> "WeightsFolder":
         """An empty folder, at `wanted` or where there is room for weights of this size. Raises SapoError."""
         base = wanted or (MEMORY if _has_room(MEMORY, weight_bytes) else data_dir / "run")
-        name = hashlib.sha256(os.fsencode(data_dir.absolute())).hexdigest()[:16]
-        path = base / f"sapo-node-{os.geteuid()}-{name}"
         try:
-            base.mkdir(parents=True, exist_ok=True)
-            path.mkdir(mode=0o700, exist_ok=True)
-            status = path.lstat()
-            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-                raise SapoError(f"{path} belongs to someone else; remove it, or set inference.weights_dir")
-            path.chmod(0o700)
-            folder = cls(path)
-            folder.keep_only(None)
+            return cls(scratch.own_folder(base, data_dir))
+        except SapoError as error:
+            raise SapoError(f"{error}, or set inference.weights_dir") from error
         except OSError as error:
-            raise SapoError(f"{path}: cannot make a folder for weights: {error.strerror or error}") from error
-        return folder
+            where = error.filename or base
+            raise SapoError(f"{where}: cannot make a folder for weights: {error.strerror or error}") from error
 
     def keep_only(self, newest: str | None) -> None:
         """Remove every version but the one in the folder `newest` (a path below this one)."""
-        for old in self.path.iterdir():
-            if newest is not None and old == Path(newest):
-                continue
-            if old.is_dir() and not old.is_symlink():
-                shutil.rmtree(old)
-            else:
-                old.unlink()
+        scratch.empty(self.path, keep=None if newest is None else Path(newest))
 
     def remove(self) -> None:
         """Remove the folder with all in it."""

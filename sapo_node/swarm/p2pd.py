@@ -129,8 +129,8 @@ def private_folder(work_dir: Path) -> Path:
     below the temporary folder under a name that follows from it. What a killed node left there is removed."""
     folder = work_dir.absolute() / "sockets"
     if len(os.fsencode(folder)) > _LONGEST_SOCKET_FOLDER:
-        name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:16]
-        folder = Path(tempfile.gettempdir(), f"sapo-node-{os.geteuid()}-{name}")
+        name = hashlib.sha256(os.fsencode(folder)).hexdigest()[:8]
+        folder = Path(tempfile.gettempdir(), f"p2pd-{os.geteuid()}-{name}")
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
         folder.mkdir(mode=0o700, exist_ok=True)

@@ -199,9 +199,9 @@ def _judge(grade: Callable[[str], float], drawn: Drawn, texts: list[str], second
 def main() -> None:
     """Import, lock away, serve."""
     workers.stage("importing reasoning_gym")
-    with tempfile.TemporaryDirectory(prefix="sapo-scorer-") as folder:
-        os.environ["MPLCONFIGDIR"] = folder  # matplotlib, which the library imports, writes there
-        from sapo_node.tasks import reasoning_gym  # noqa: F401 - here: the imports write and fork, which ends below
+    os.environ["MPLCONFIGDIR"] = tempfile.gettempdir()  # matplotlib, which the library imports, writes there
+    from sapo_node.tasks import reasoning_gym  # noqa: F401 - here: the imports write and fork, which ends below
+
     sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - for good: some generators print
     protection = enter()
     for layer in protection.missing:

@@ -65,7 +65,7 @@ EVAL_TRIES: Final = 100
 _MODULE = "sapo_node.tasks.scorer_worker"
 
 # Of the node's environment a worker sees only these; secrets and settings stay out.
-_PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "TMPDIR")
+_PASSED = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 _SET = {
     "HOME": "/nonexistent",
     "LC_ALL": "C.UTF-8",  # names of weekdays follow the locale

@@ -192,13 +192,23 @@ def test_sigterm_drains_to_exit_0_with_a_checkpoint_and_leaves_no_process(nodes:
     assert node.status.state == "stopped"
 
 
-def test_sigterm_during_the_start_ends_with_0(nodes: Swarm) -> None:
-    for seconds in (0.3, 0.8, 2.0):
-        node = nodes.node(f"after-{seconds}", swarm={"enabled": False}).start()
-        time.sleep(seconds)
-        everyone = {node.process.pid} | descendants(node.process.pid)  # type: ignore[union-attr]
-        assert node.stop() == 0, node.log
-        assert wait_gone(everyone) == set()
+def holds_sigterm(pid: int) -> bool:
+    """Whether SIGTERM is blocked in a process."""
+    status = (Path("/proc") / str(pid) / "status").read_text()
+    blocked = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk"))
+    return bool(int(blocked, 16) & 1 << signal.SIGTERM - 1)
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.1, 0.3, 0.8, 2.0])
+def test_sigterm_during_the_start_ends_with_0(nodes: Swarm, seconds: float) -> None:
+    node = nodes.node("starts", swarm={"enabled": False}).start()
+    assert node.process is not None
+    pid = node.process.pid
+    node.wait(lambda: holds_sigterm(pid), "a held SIGTERM", 20)
+    time.sleep(seconds)
+    everyone = {pid} | descendants(pid)
+    assert node.stop() == 0, node.log
+    assert wait_gone(everyone) == set()
 
 
 def test_sigterm_during_an_evaluation_keeps_what_was_learnt(nodes: Swarm) -> None:
