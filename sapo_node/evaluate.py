@@ -57,7 +57,7 @@ class HeldOut:
 
     def __init__(self, config: NodeConfig, questions: list[HeldOutQuestion], left_out: list[str]) -> None:
         """Use `prepare`."""
-        self._config = config
+        self.config = config
         self.questions = questions
         self.left_out = left_out
 
@@ -97,9 +97,9 @@ class HeldOut:
             )
         started = time.monotonic()
         params = SamplingParams(
-            n=samples or self._config.tasks.eval_samples,
-            max_tokens=self._config.inference.max_completion_tokens,
-            temperature=self._config.inference.temperature,
+            n=samples or self.config.tasks.eval_samples,
+            max_tokens=self.config.inference.max_completion_tokens,
+            temperature=self.config.inference.temperature,
             seed=SAMPLING_SEED,
         )
         scores: list[QuestionScore] = []

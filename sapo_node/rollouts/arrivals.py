@@ -14,6 +14,7 @@ import structlog
 from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
 from sapo_node.rollouts.pool import Pool
+from sapo_node.rollouts.sampling import Clock
 from sapo_node.rollouts.verify import Reason, Verified, Verifier
 from sapo_node.swarm.exchange import Exchange, Received
 from sapo_node.swarm.peers import PeerBook
@@ -41,10 +42,12 @@ class Arrivals:
         scorers: ScorerPool,
         pool: Pool,
         book: PeerBook,
+        clock: Clock = time.time,
     ) -> None:
         self._target = STOCK_ROUNDS * config.training.external_groups
         self._pool = pool
         self._book = book
+        self._clock = clock
         self._stock = 0
         self._told = float("-inf")
         self.counts: Counter[str] = Counter()  # groups by outcome since the start
@@ -69,19 +72,21 @@ class Arrivals:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_stock(), name="stock")
             async for received in exchange.subscribe():
-                await self._take(received)
+                await self.take(received)
 
     async def _watch_stock(self) -> None:
         while True:
-            await self._count_stock()
+            await self.count_stock()
             await asyncio.sleep(STOCK_SECONDS)
 
-    async def _count_stock(self) -> None:
-        candidates = await self._pool.external_candidates(time.time())
+    async def count_stock(self) -> None:
+        """Look at the pool; `want` follows from it."""
+        candidates = await self._pool.external_candidates(self._clock())
         self._stock = sum(informative(candidate.rewards) for candidate in candidates)
 
-    async def _take(self, received: Received) -> None:
-        opened, now = received.opened, time.time()
+    async def take(self, received: Received) -> None:
+        """Verify one batch, and put what is good of it into the pool."""
+        opened, now = received.opened, self._clock()
         if not self._book.welcome(opened.batch.peer_id, now):
             return  # fetched before its sender was shunned; all of those would still cost their share of scorers
         if await self._pool.seen([opened.content_id]):
@@ -89,7 +94,7 @@ class Arrivals:
             return
         verified = await self._verifier.verify(opened, now)
         await self._pool.add_external(verified.producer, verified.content_id, verified.groups, now)
-        await self._count_stock()
+        await self.count_stock()
         self._judge_sender(verified, now)
 
     def _judge_sender(self, verified: Verified, now: float) -> None:

@@ -30,6 +30,7 @@ log = structlog.get_logger(__name__)
 MAX_DRAW_TRIES = 64  # passes over the mixture for one batch; about one question in ten is withheld for evaluation
 
 Publish = Callable[[list[Group]], Awaitable[None]]
+Clock = Callable[[], float]
 
 
 class Drawn(Struct, frozen=True, kw_only=True):
@@ -72,8 +73,9 @@ class Sampling:
         pool: Pool,
         rng: random.Random,
         publish: Publish | None,
+        clock: Clock = time.time,
     ) -> None:
-        """`publish` is None for a node without a swarm."""
+        """`publish` is None for a node without a swarm. `clock` tells seconds since 1970: questions follow from it."""
         self._config = config
         self._identity = identity
         self._mixture = mixture
@@ -82,6 +84,7 @@ class Sampling:
         self._pool = pool
         self._rng = rng
         self._publish = publish
+        self._clock = clock
 
     async def draw(self, first: int, extra: int) -> SampledGroups:
         """Draw and sample `first` groups that count as first-drawn, and `extra` ones that fill a shortage.
@@ -95,7 +98,7 @@ class Sampling:
             temperature=self._config.inference.temperature,
         )
         batch = await self._engine.sample([one.question.text for one in drawn], params)
-        sampled_at, line = time.time(), self._engine.restarts
+        sampled_at, line = self._clock(), self._engine.restarts
         drawn, first, batch = _answered(drawn, first, batch)
         judged = await asyncio.gather(
             *(self._judge(one, group) for one, group in zip(drawn, batch.groups, strict=True))
@@ -131,7 +134,7 @@ class Sampling:
         """`count` questions of this moment's epoch that evaluation does not withhold."""
         drawn: list[Drawn] = []
         for _ in range(MAX_DRAW_TRIES):
-            epoch = epoch_of(time.time())
+            epoch = epoch_of(self._clock())
             drawn += await self._ask(epoch, await self._coordinates(epoch, count - len(drawn)))
             if len(drawn) >= count:
                 return drawn[:count]

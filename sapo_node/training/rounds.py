@@ -23,7 +23,7 @@ from sapo_node.config import NodeConfig
 from sapo_node.errors import SapoError
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.rollouts.pool import Pool, PoolError
-from sapo_node.rollouts.sampling import LostVersion, NothingToDraw, SampledGroups, Sampling
+from sapo_node.rollouts.sampling import Clock, LostVersion, NothingToDraw, SampledGroups, Sampling
 from sapo_node.tasks.base import TaskRefused
 from sapo_node.training.base import StepResult, TrainGroup
 from sapo_node.training.sapo import Candidate, RoundPlan, informative, plan_round
@@ -75,7 +75,9 @@ class Rounds:
         rng: random.Random,
         stop: asyncio.Event,
         events: RoundEvents,
+        clock: Clock = time.time,
     ) -> None:
+        """`clock` tells seconds since 1970, as groups are dated."""
         self._config = config
         self._policy = policy
         self._sampling = sampling
@@ -83,6 +85,7 @@ class Rounds:
         self._rng = rng
         self._stop = stop
         self._events = events
+        self._clock = clock
         ahead = 1 + config.training.staleness
         self._room = asyncio.Semaphore(ahead)
         self._drawn: asyncio.Queue[SampledGroups] = asyncio.Queue(maxsize=ahead)
@@ -99,12 +102,16 @@ class Rounds:
                 return
             await until(self._stop, self._policy.until_it_samples())
             try:
-                batch = await self._sampling.draw(self._config.tasks_per_round, await self._expected_shortage())
+                batch = await self.draw()
             except FAULTS as error:
                 self._room.release()
                 await self._bear("a batch could not be sampled", error)
                 continue
             self._drawn.put_nowait(batch)  # never full: the semaphore counts what is in it
+
+    async def draw(self) -> SampledGroups:
+        """Sample the next batch."""
+        return await self._sampling.draw(self._config.tasks_per_round, await self._expected_shortage())
 
     async def training_loop(self) -> None:
         """Take rounds until the node stops or has taken `node.max_rounds`."""
@@ -116,7 +123,7 @@ class Rounds:
                 break
             self._waited += time.monotonic() - began
             try:
-                await self._round(batch)
+                await self.take(batch)
             except FAULTS as error:
                 await self._bear("a round could not be taken", error)
         self._stop.set()
@@ -142,7 +149,8 @@ class Rounds:
                 if not self._policy.can_sample and wanted and await self._usable_external() >= wanted:
                     return NOTHING_DRAWN
 
-    async def _round(self, batch: SampledGroups) -> None:
+    async def take(self, batch: SampledGroups) -> None:
+        """One round that begins with this batch."""
         released = batch is NOTHING_DRAWN  # which took no room
         try:
             batch, plan, chosen = await self._plan(batch)
@@ -166,7 +174,7 @@ class Rounds:
         record = self._record(batch, plan, chosen, groups, version, result)
         await self._events.recorded(record)
         if record.round % EXPIRE_EVERY_ROUNDS == 0:
-            await self._pool.expire(time.time(), self._policy.version, self._config.training.staleness)
+            await self._pool.expire(self._clock(), self._policy.version, self._config.training.staleness)
 
     async def _release_when_settled(self) -> None:
         """Let the next batch be sampled once the engine has this step's weights; the next step need not wait for that,
@@ -190,7 +198,7 @@ class Rounds:
         draws = 0
         while True:
             training = self._config.training
-            now = time.time()
+            now = self._clock()
             local = await self._pool.local_candidates(now, self._policy.version, training.staleness)
             external = await self._pool.external_candidates(now)
             plan = plan_round(training, self._config.rollouts, local, external, self._rng)
@@ -213,7 +221,7 @@ class Rounds:
         return max(0, training.external_groups - await self._usable_external())
 
     async def _usable_external(self) -> int:
-        external = await self._pool.external_candidates(time.time())
+        external = await self._pool.external_candidates(self._clock())
         return sum(informative(candidate.rewards) for candidate in external)
 
     def _record(
@@ -240,7 +248,7 @@ class Rounds:
         metrics = dict(result.metrics)
         return RoundRecord(
             round=result.policy_version,
-            time=time.time(),
+            time=self._clock(),
             policy_version=result.policy_version,
             reward_first_drawn=mean(batch.rewards_first_drawn),
             reward_after_selection=mean([reward for group in groups for reward in group.rewards]),

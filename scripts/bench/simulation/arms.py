@@ -1,0 +1,73 @@
+"""Arms: what is compared. An arm is a set of settings laid over those that all arms share."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from sapo_node.config import NodeConfig
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent.parent
+MIXTURE = REPOSITORY / "configs" / "demo.yaml"
+EMBEDDED = REPOSITORY / "sapo_node" / "assets" / "benchmark"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One set of settings. `training` and `rollouts` are sections of a config."""
+
+    name: str
+    training: dict[str, Any] = field(default_factory=dict)
+    rollouts: dict[str, Any] = field(default_factory=dict)
+    nodes: int = 8
+    longer: int = 1  # times the rounds
+    own_past: bool = False  # external groups are the node's own earlier ones, not those of others
+    pooled: bool = False  # one policy is trained on everything
+
+    def config(self, base: Path, lr: float) -> NodeConfig:
+        """A node's settings in this arm. `base` is the model's folder."""
+        mixture = yaml.safe_load(MIXTURE.read_text())["tasks"]["mixture"]
+        return NodeConfig.model_validate(
+            {
+                "node": {"data_dir": "unused"},
+                "tasks": {"mixture": mixture, "eval_questions": 32},
+                "inference": {"max_prompt_tokens": 96, "max_completion_tokens": 16},
+                "rollouts": {"completions_per_task": 8, "max_age_seconds": 300} | self.rollouts,
+                "swarm": {"name": "bench"},
+                # A shortage makes the batch smaller: with own groups in its place arms would differ in completions too.
+                "training": {"model": str(base), "lr": lr, "on_shortage": "fewer", "producer_gradients": False}
+                | self.training,
+            }
+        )
+
+
+def mix(local: int, external: int, **training: Any) -> dict[str, Any]:
+    """I and J, and what else an arm sets."""
+    return {"local_groups": local, "external_groups": external} | training
+
+
+DROP = {"external_negative": "drop"}
+REFILL = {"local_zero_advantage": "refill"}
+
+ARMS = {
+    arm.name: arm
+    for arm in (
+        Arm("8/0", mix(8, 0)),
+        Arm("6/2", mix(6, 2)),
+        Arm("4/4", mix(4, 4)),
+        Arm("2/6", mix(2, 6)),
+        Arm("4/0", mix(4, 0)),
+        # Rules.
+        Arm("drop", mix(4, 4, **DROP)),
+        Arm("refill", mix(4, 4, **REFILL)),
+        Arm("drop+refill", mix(4, 4, **DROP, **REFILL)),
+        Arm("drop+refill+learnability", mix(4, 4, **DROP, **REFILL, rule="capped", strategy="learnability")),
+        Arm("drop+refill+twice", mix(4, 4, **DROP, **REFILL), {"max_external_uses": 2}),
+        Arm("drop+refill+coverage", mix(4, 4, **DROP, **REFILL, rule="capped", strategy="coverage")),
+        # Controls.
+        Arm("8/0 resample", mix(8, 0, local_zero_advantage="resample")),
+        Arm("4/4 own past", mix(4, 4), own_past=True),
+        Arm("4/4 twice the rounds", mix(4, 4), longer=2),
+    )
+}

@@ -1,0 +1,197 @@
+"""One node of a swarm in one process: the product's sampler, trainer, verification and pool, without a network.
+
+A round is one epoch (30 s) long by the swarm's own clock. So the questions of a node follow from (seed, node, round,
+place) whatever else an arm does: two arms with one seed ask the same questions, and begin to sample in each round from
+the same random number.
+"""
+
+import asyncio
+import hashlib
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from sapo_node.config import NodeConfig
+from sapo_node.identity import Identity
+from sapo_node.inference.base import EngineStatus, SampledBatch, SamplingParams
+from sapo_node.monitor.metrics import RoundRecord
+from sapo_node.rollouts.arrivals import Arrivals
+from sapo_node.rollouts.codec import Opened, encode_batch, open_batch
+from sapo_node.rollouts.pool import Pool
+from sapo_node.rollouts.sampling import SampledGroups, Sampling
+from sapo_node.rollouts.schema import Batch, Group, ModelCard
+from sapo_node.swarm.exchange import Received
+from sapo_node.swarm.peers import PeerBook
+from sapo_node.swarm.protocol import EPOCH_SECONDS, PROTO
+from sapo_node.tasks import mixture
+from sapo_node.tasks import reasoning_gym as gym
+from sapo_node.tasks.base import Judged, Question, TaskRefused, TaskSpec, question_sha256
+from sapo_node.tasks.scoring import ScorerPool
+from sapo_node.training.base import StepResult, TrainGroup
+from sapo_node.training.policy import load_policy
+from sapo_node.training.rounds import RoundEvents, Rounds
+from sapo_node.training.trainer import Trainer
+
+FIRST_EPOCH = 60_000_000  # any; questions follow from it
+KEPT_VERDICTS = 20_000  # groups whose rewards are remembered: each is judged by several nodes within a few rounds
+
+
+def number(*parts: object) -> int:
+    """63 bits that follow from the parts: the seed of everything random."""
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+class Clock:
+    """The swarm's time, in seconds since 1970."""
+
+    def __init__(self) -> None:
+        self.now = float(FIRST_EPOCH * EPOCH_SECONDS)
+
+    def __call__(self) -> float:
+        return self.now
+
+    def begin(self, round: int) -> None:
+        """Go to the first second of a round's epoch."""
+        self.now = (FIRST_EPOCH + round) * EPOCH_SECONDS + 1.0
+
+
+class LocalScorers(ScorerPool):
+    """The scorers' work in this process, without a sandbox: these answers come from our own models, and the tasks are
+    ones whose scorers evaluate nothing. Verdicts are remembered, since rewards do not depend on who judges."""
+
+    def __init__(self, config: NodeConfig) -> None:
+        super().__init__(0, config.tasks.answer_seconds)
+        self._verdicts: dict[object, Judged] = {}
+
+    async def questions(self, wanted: Sequence[tuple[TaskSpec, int]]) -> list[Question | TaskRefused]:
+        """As the pool's."""
+        found: list[Question | TaskRefused] = []
+        for spec, seed in wanted:
+            try:
+                text = gym.item(spec.name, spec.config, seed)["question"]
+            except TaskRefused as error:
+                found.append(error)
+            else:
+                found.append(Question(text=text, sha256=question_sha256(text)))
+        return found
+
+    async def judge(self, spec: TaskSpec, seed: int, texts: list[str], *, strict: bool = False) -> Judged:
+        """As the pool's."""
+        key = (spec.name, spec.config_hash, seed, tuple(texts))
+        if (known := self._verdicts.get(key)) is not None:
+            return known
+        dataset = gym.open_dataset(spec.name, spec.config, seed)
+        made = gym.entry(dataset, spec.name, seed)
+        rewards = [gym.reward(dataset, spec.name, made, text) for text in texts]
+        judged = Judged(
+            question=Question(text=made["question"], sha256=question_sha256(made["question"])), rewards=rewards
+        )
+        if len(self._verdicts) >= KEPT_VERDICTS:
+            self._verdicts.clear()
+        self._verdicts[key] = judged
+        return judged
+
+
+class LocalPolicy:
+    """A trainer in this process, as `Rounds`, `Sampling` and `HeldOut` use a policy worker."""
+
+    takes_turns = True
+    can_sample = True
+    restarts = 0
+    engine = EngineStatus(name="transformers", state="ready")
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.completions = 0
+        self.tokens = 0
+
+    @property
+    def version(self) -> int:
+        """Optimiser steps taken."""
+        return self.trainer.version
+
+    async def sample(self, questions: list[str], params: SamplingParams) -> SampledBatch:
+        """Completions; those of evaluations (which have a seed) are not counted."""
+        batch = self.trainer.sample(questions, params)
+        if params.seed is None:
+            self.completions += sum(len(group) for group in batch.groups)
+            self.tokens += sum(len(one.token_ids) for group in batch.groups for one in group)
+        return batch
+
+    async def step(self, groups: list[TrainGroup]) -> StepResult:
+        """One optimiser step."""
+        return self.trainer.step(groups)
+
+    async def settled(self) -> None:
+        """There is nothing to wait for."""
+
+    async def until_it_samples(self) -> None:
+        """It always does."""
+
+
+class Node:
+    """One node of the swarm."""
+
+    def __init__(
+        self, index: int, seed: int, config: NodeConfig, base: Path, pool: Pool, scorers: LocalScorers, clock: Clock
+    ) -> None:
+        """`base` is the model's folder. All nodes share scorers and clock."""
+        self.index, self.seed = index, seed
+        self.pool = pool
+        self._clock = clock
+        self._swarm = config.swarm.name
+        key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest())
+        self.identity = Identity(Path("unused"), key)
+        trainer = Trainer(load_policy("bench", folder=base, device="cpu"), config.training, config.inference)
+        self.policy = LocalPolicy(trainer)
+        self._draw_rng, self._choose_rng = random.Random(), random.Random()
+        self._outgoing: list[Group] = []
+        self._drawn: SampledGroups | None = None
+        self._record: RoundRecord | None = None
+        policy: Any = self.policy  # which `Sampling` and `Rounds` take for a policy worker
+        tasks = mixture.load(config.tasks)
+        sampling = Sampling(config, self.identity, tasks, scorers, policy, pool, self._draw_rng, self._publish, clock)
+        self.arrivals = Arrivals(config, self.identity, tasks, scorers, pool, PeerBook(), clock)
+        events = RoundEvents(recorded=self._note, network=dict)
+        self._rounds = Rounds(config, policy, sampling, pool, self._choose_rng, asyncio.Event(), events, clock)
+
+    async def draw(self, round: int) -> Opened | None:
+        """Sample this round's groups; the batch of those it shares, as others receive it."""
+        self._draw_rng.seed(number("draw", self.seed, self.index, round))
+        self._choose_rng.seed(number("choose", self.seed, self.index, round))
+        self.policy.trainer.generator.manual_seed(number("sample", self.seed, self.index, round))
+        self._outgoing.clear()
+        self._drawn = await self._rounds.draw()
+        if not self._outgoing:
+            return None
+        batch = Batch(
+            proto=PROTO,
+            swarm=self._swarm,
+            peer_id=self.identity.peer_id,
+            seq=round,
+            created_at=self._clock(),
+            model=ModelCard(name="bench", params=0, licence="apache-2.0", tokenizer_sha256=bytes(32)),
+            groups=list(self._outgoing),
+        )
+        return open_batch(encode_batch(batch, self.identity).data, self._swarm)
+
+    async def receive(self, opened: Opened) -> None:
+        """Take over a batch of another node."""
+        await self.arrivals.take(Received(opened=opened, size=0, peer_id=opened.batch.peer_id, via="dht", seconds=0.0))
+
+    async def take(self) -> RoundRecord:
+        """The round's step."""
+        assert self._drawn is not None
+        await self._rounds.take(self._drawn)
+        assert self._record is not None
+        return self._record
+
+    async def _publish(self, groups: list[Group]) -> None:
+        self._outgoing += groups
+
+    async def _note(self, record: RoundRecord) -> None:
+        self._record = record

@@ -1,0 +1,210 @@
+"""A swarm in one process, round by round, and what is measured on it.
+
+Rounds go in step. In each, every node draws its groups and signs them as a batch; every batch reaches the other nodes
+that still want groups, in a random order; then every node takes its step.
+"""
+
+import contextlib
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from sapo_node.evaluate import HeldOut, HeldOutQuestion
+from sapo_node.rollouts.codec import Opened
+from sapo_node.rollouts.pool import Pool
+from sapo_node.rollouts.verify import Verifier
+from sapo_node.tasks import mixture
+
+from .arms import Arm
+from .node import Clock, LocalScorers, Node, number
+
+EVAL_EVERY = 20  # rounds
+EVAL_QUESTIONS, EVAL_SAMPLES = 8, 4  # a task (64 in all), completions a question
+LAST_QUESTIONS, LAST_SAMPLES = 32, 8  # at the end: 256 questions
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where the pools lie: they are synced at every write
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run: an arm on a base with a seed. Its fields name it in the results."""
+
+    stage: str
+    arm: str
+    base: str  # folder of the model, or "benchmark" for the embedded one
+    seed: int
+    lr: float
+    rounds: int  # of the arm's horizon; some arms take a multiple
+
+
+@dataclass(frozen=True)
+class Point:
+    """Means over the nodes at one evaluation; what is counted is counted since the evaluation before.
+
+    `held_out` is pass@1 over 64 questions x 4; `held_out_any` the share of questions with a right answer among those
+    samples. At the end `last` and `last_any` are the same over 256 x 8, so `last_any` is pass@8.
+    """
+
+    round: int
+    held_out: float
+    held_out_any: float
+    lowest: float  # pass@1 of the worst node
+    highest: float
+    reward_first: float  # mean over rounds and nodes: groups that were drawn first
+    reward_after: float  # mean over the training sets: after selection
+    informative: float  # groups with an advantage in a training set
+    external: float  # groups of others in a training set
+    completions: int  # sampled by the whole swarm since the start
+    tokens: int
+    seconds: float  # CPU time since the start, evaluations left out
+    last: float | None = None
+    last_any: float | None = None
+
+
+COLUMNS = [field.name for field in (*fields(Run), *fields(Point))]
+
+
+def row(run: Run, point: Point) -> dict[str, str]:
+    """One line of the results."""
+    values = asdict(run) | asdict(point)
+    return {
+        name: "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
+        for name, value in values.items()
+    }
+
+
+class Swarm:
+    """The nodes of one run."""
+
+    def __init__(self, arm: Arm, seed: int, nodes: list[Node], clock: Clock, verifier: Verifier) -> None:
+        """Use `swarm`."""
+        self.arm, self.seed, self.nodes = arm, seed, nodes
+        self._clock = clock
+        self._verifier = verifier  # for `own_past`
+        self._own: dict[int, Opened] = {}
+        self.records = 0
+        self.sums = dict.fromkeys(("reward_first", "reward_after", "informative", "external"), 0.0)
+
+    async def round(self, number_: int) -> None:
+        """One round of all nodes."""
+        self._clock.begin(number_)
+        for node in self.nodes:
+            await node.arrivals.count_stock()
+        batches = [await node.draw(number_) for node in self.nodes]
+        await (self._return_own(batches) if self.arm.own_past else self._deliver(batches, number_))
+        for node in self.nodes:
+            record = await node.take()
+            self.records += 1
+            self.sums["reward_first"] += record.reward_first_drawn or 0.0
+            self.sums["reward_after"] += record.reward_after_selection or 0.0
+            self.sums["informative"] += record.informative_groups
+            self.sums["external"] += record.external_groups
+
+    async def _deliver(self, batches: Sequence[Opened | None], number_: int) -> None:
+        """Every batch to every other node that wants groups."""
+        for node in self.nodes:
+            others = [batch for batch in batches if batch and batch.batch.peer_id != node.identity.peer_id]
+            random.Random(number("deliver", self.seed, node.index, number_)).shuffle(others)
+            for batch in others:
+                if node.arrivals.want() > 0:
+                    await node.receive(batch)
+
+    async def _return_own(self, batches: Sequence[Opened | None]) -> None:
+        """Each node's batch of the round before comes back to it, as if it were another's."""
+        for node, batch in zip(self.nodes, batches, strict=True):
+            if (earlier := self._own.get(node.index)) is not None:
+                verified = await self._verifier.verify(earlier, self._clock())
+                await node.pool.add_external("own past", verified.content_id, verified.groups, self._clock())
+            if batch is not None:
+                self._own[node.index] = batch
+
+
+@contextlib.asynccontextmanager
+async def swarm(arm: Arm, base: Path, seed: int, lr: float) -> AsyncIterator[tuple[Swarm, HeldOut, LocalScorers]]:
+    """A swarm at its start, and the held-out questions."""
+    config = arm.config(base, lr)
+    clock, scorers = Clock(), LocalScorers(config)
+    tasks = mixture.load(config.tasks)
+    async with contextlib.AsyncExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=MEMORY)))
+        nodes = []
+        for index in range(arm.nodes):
+            pool = await Pool.open(folder / f"{index}.sqlite", config.rollouts)
+            stack.push_async_callback(pool.close)
+            nodes.append(Node(index, seed, config, base, pool, scorers, clock))
+        held = await HeldOut.prepare(config, tasks, scorers, LAST_QUESTIONS)
+        verifier = Verifier(
+            swarm=config.swarm.name,
+            public_key=bytes(32),  # nobody's
+            accept=config.tasks.accept,
+            mixture=tasks,
+            max_age_seconds=config.rollouts.max_age_seconds,
+            judge=scorers,
+            known=nodes[0].pool,
+        )
+        yield Swarm(arm, seed, nodes, clock, verifier), held, scorers
+
+
+async def execute(run: Run, arm: Arm, base: Path, told: Callable[[int], None]) -> list[Point]:
+    """Take a run from start to end. `told` hears of every round that ended."""
+    torch.set_num_threads(1)
+    async with swarm(arm, base, run.seed, run.lr) as (made, held, scorers):
+        few = HeldOut(held.config, _first_of_each(held, EVAL_QUESTIONS), held.left_out)
+        points, spent, rounds = [], 0.0, run.rounds * arm.longer
+        for number_ in range(rounds + 1):
+            if number_ % EVAL_EVERY == 0 or number_ == rounds:
+                points.append(await _measure(made, few, held if number_ == rounds else None, scorers, number_, spent))
+            if number_ < rounds:
+                began = time.process_time()
+                await made.round(number_)
+                spent += time.process_time() - began
+                told(number_ + 1)
+        return points
+
+
+async def _measure(
+    made: Swarm, few: HeldOut, last: HeldOut | None, scorers: LocalScorers, number_: int, seconds: float
+) -> Point:
+    scores, anys, ends, end_anys = [], [], [], []
+    for node in made.nodes:
+        engine: Any = node.policy
+        record = await few.score(engine, scorers, round=number_, samples=EVAL_SAMPLES)
+        scores.append(record.mean)
+        anys.append(fmean(one.score > 0 for one in record.per_question))
+        if last is not None:
+            record = await last.score(engine, scorers, round=number_, samples=LAST_SAMPLES)
+            ends.append(record.mean)
+            end_anys.append(fmean(one.score > 0 for one in record.per_question))
+    taken, made.records = max(1, made.records), 0
+    sums, made.sums = made.sums, dict.fromkeys(made.sums, 0.0)
+    return Point(
+        round=number_,
+        held_out=fmean(scores),
+        held_out_any=fmean(anys),
+        lowest=min(scores),
+        highest=max(scores),
+        **{name: total / taken for name, total in sums.items()},
+        completions=sum(node.policy.completions for node in made.nodes),
+        tokens=sum(node.policy.tokens for node in made.nodes),
+        seconds=seconds,
+        last=fmean(ends) if ends else None,
+        last_any=fmean(end_anys) if end_anys else None,
+    )
+
+
+def _first_of_each(held: HeldOut, count: int) -> list[HeldOutQuestion]:
+    """The first questions of each task."""
+    taken: Counter[str] = Counter()
+    found = []
+    for one in held.questions:
+        taken[one.entry.spec.name] += 1
+        if taken[one.entry.spec.name] <= count:
+            found.append(one)
+    return found
