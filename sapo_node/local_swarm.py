@@ -167,6 +167,7 @@ def run(
     # Without a file the demo's settings serve too: the embedded model learns nothing from harder tasks.
     base = config_load.load(config_path or demo_config_path(), os.environ, sets).config
     fit.check_model(base, machine.look(), nodes)
+    fit.refuse_missing(base)
     seconds = minutes * 60 if minutes else None if rounds else DEFAULT_MINUTES * 60
     folder = _make_folder(directory)
     with _reserved_ports(nodes) as ports:
@@ -303,6 +304,7 @@ def _spawn(node: Node, command: Sequence[str]) -> None:
     parent = os.getpid()
     # The settings written for it are the whole truth: ours already went into them.
     env = {name: value for name, value in os.environ.items() if not name.startswith(config_load.PREFIX)}
+    env["PYTHONSAFEPATH"] = "1"  # else `-m` would run files of this folder that are named like a library's modules
     with node.log.open("ab") as log:
         node.process = subprocess.Popen(
             [*command, str(node.config_path)],

@@ -92,6 +92,7 @@ class Node:
         self._reason = ""
         self._asked = False
         self._drawing: asyncio.Task[None] | None = None
+        self._swarm: SwarmService | None = None
         self._new_key = not data.key.exists()
         self._identity = Identity.load_or_create(data.key)
         self._history = history.History(data.history, config.monitor.max_history_bytes)
@@ -145,6 +146,8 @@ class Node:
         async with contextlib.AsyncExitStack() as stack:
             self._remember("started", f"process {os.getpid()}")
             fault: BaseException | None = None
+            showing = asyncio.create_task(self._keep("status", self._status_loop), name="status")
+            stack.callback(showing.cancel)
             try:
                 if await until(self._stop, self._startup(stack)):
                     await self._main_loop()
@@ -258,7 +261,7 @@ class Node:
 
     async def _main_loop(self) -> None:
         async with asyncio.TaskGroup() as group:
-            services = [group.create_task(self._keep("status", self._status_loop))]
+            services = []
             if self._swarm is not None:
                 services.append(group.create_task(self._keep("swarm", self._run_swarm)))
             await self._evaluate()
@@ -352,9 +355,16 @@ class Node:
         """
         try:
             stop = None if last else self._stop
-            await self._policy.settled()
+            if last:
+                async with asyncio.timeout(self._config.node.drain_seconds / 4):
+                    await self._policy.settled()
+            else:
+                await until(self._stop, self._policy.settled())
             record = await self._held.score(self._policy, self._scorers, round=self._policy.version, stop=stop)
         except Stopped:
+            return
+        except TimeoutError:
+            log.warning("no held-out score at the end", reason="new weights did not reach vLLM in time")
             return
         except NothingHeldOut as error:
             log.warning("no held-out score", reason=str(error))
@@ -427,7 +437,7 @@ class Node:
     def _status(self) -> None:
         policy: Policy | None = getattr(self, "_policy", None)
         engine = policy.engine if policy else EngineStatus(name="", state="")
-        swarm = getattr(self, "_swarm", None)
+        swarm = self._swarm
         status = NodeStatus(
             pid=os.getpid(),
             state=self._state,
@@ -439,6 +449,7 @@ class Node:
             addresses=swarm.addresses if swarm else [],
             peers=swarm.peers if swarm else 0,
             found=swarm.book.counts() if swarm else {},
+            unreached=swarm.unreached if swarm else [],
             own_groups=self._own_groups,
             external_groups_used=self._external_used,
             reward_first_drawn=mean(self._rewards),

@@ -70,6 +70,9 @@ SILENCE_SECONDS = 30.0
 RING_LINES = 400  # last lines kept of a child's output; vLLM spends more than a hundred on one traceback
 MAX_LINE = 2000  # bytes kept of one such line
 LINGER_SECONDS = 5.0  # for what a killed child leaves to clean up
+# Else Python looks for modules in the folder that the node was started in before it looks anywhere else: a file there
+# with the name of a library's module would be run. Inherited by what the worker spawns.
+_SAFE_PATH = {"PYTHONSAFEPATH": "1"}
 MAX_WAITING = 256  # calls that may wait for their turn; more means that the caller does not wait for answers
 
 
@@ -130,6 +133,7 @@ class Worker:
         self._fault: WorkerError | None = None
         self._changing = asyncio.Lock()  # held while a process begins or ends: the next begins when the last is gone
         self._stopping = False
+        self._stops_wanted = 0  # stops that run or wait for their turn: a start that is under way gives up for them
         self._output_name = f"{name}: output"
         self._folder: str | None = None  # of the process's temporary files, which it cannot remove when it is killed
 
@@ -170,7 +174,7 @@ class Worker:
                 "sapo_node.worker_child",
                 self._module,
                 str(os.getpid()),
-                env={**self._env, FD_VARIABLE: str(theirs.fileno()), "TMPDIR": self._folder},
+                env={**self._env, FD_VARIABLE: str(theirs.fileno()), "TMPDIR": self._folder, **_SAFE_PATH},
                 pass_fds=[theirs.fileno()],
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=asyncio.subprocess.PIPE,
@@ -186,26 +190,36 @@ class Worker:
         self._fault, self._stopping, self.stage = None, False, "starting"
         self._lines.clear()
         self._beat, self._still, self._silent = Beat(stage="starting", deadline=None, count=-1), 0.0, 0.0
-        ours.setblocking(False)
-        reader, self._writer = await asyncio.open_unix_connection(sock=ours)
         self._ready = asyncio.get_running_loop().create_future()
-        self._tasks = [
-            asyncio.create_task(self._read_frames(reader), name=f"{self.name}: frames"),
-            asyncio.create_task(self._read_lines(), name=self._output_name),
-            asyncio.create_task(self._watch(), name=f"{self.name}: watch"),
-        ]
         try:
             async with asyncio.timeout(self._start_seconds):
+                await self._connect(ours)
                 await self._ready
         except TimeoutError:
             fault = WorkerStuck(f"the {self.name} worker did not start within {self._start_seconds:.0f} s")
             self._lose(fault)
             await self._end()
             raise fault from None
-        except asyncio.CancelledError:
+        except BaseException:
             self._lose(WorkerDied(f"the start of the {self.name} worker was cancelled"))
             await self._end()
             raise
+
+    async def _connect(self, ours: socket.socket) -> None:
+        """Begin to hear the process."""
+        self._tasks = [asyncio.create_task(self._read_lines(), name=self._output_name)]
+        if self._stops_wanted:  # while it was spawned
+            raise WorkerDied(f"the {self.name} worker was stopped")
+        ours.setblocking(False)
+        try:
+            reader, self._writer = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            raise
+        self._tasks += [
+            asyncio.create_task(self._read_frames(reader), name=f"{self.name}: frames"),
+            asyncio.create_task(self._watch(), name=f"{self.name}: watch"),
+        ]
 
     async def call(self, method: str, request: Struct, result: type[T], *, deadline: float) -> T:
         """One call; others wait for their turn, and `deadline` (seconds) begins with it.
@@ -249,19 +263,31 @@ class Worker:
             self._pending.pop(number, None)
 
     async def stop(self, grace: float = 5.0) -> None:
-        """Ask the process to end; kill it when it has not within `grace` seconds. An open call raises WorkerDied."""
-        async with self._changing:
-            self._stopping = True
-            if self._process is not None and self._writer is not None and self._process.returncode is None:
-                with contextlib.suppress(ConnectionError):
-                    self._writer.write(frame(Stop()))
-                    self._writer.write_eof()
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(grace):
-                        await self._process.wait()
-                await self._kill_family()
-            await self._reap()
-            self._lose(WorkerDied(f"the {self.name} worker was stopped"))
+        """Ask the process to end; kill it when it has not within `grace` seconds. An open call raises WorkerDied, and
+        so does a start that is under way."""
+        self._stops_wanted += 1
+        if self._ready is not None and not self._ready.done():
+            self._lose(WorkerDied(f"the {self.name} worker was stopped"))  # the start ends, and lets go of the lock
+        try:
+            async with self._changing:
+                self._stopping = True
+                if self._process is not None and self._process.returncode is None:
+                    if self._writer is not None:
+                        await self._ask_to_end(self._writer, grace)
+                    await self._kill_family()
+                await self._reap()
+                self._lose(WorkerDied(f"the {self.name} worker was stopped"))
+        finally:
+            self._stops_wanted -= 1
+
+    async def _ask_to_end(self, writer: asyncio.StreamWriter, grace: float) -> None:
+        assert self._process is not None
+        with contextlib.suppress(ConnectionError):
+            writer.write(frame(Stop()))
+            writer.write_eof()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace):
+                await self._process.wait()
 
     async def _kill(self, fault: WorkerError) -> None:
         """End a process for a fault, unless it is replaced already."""

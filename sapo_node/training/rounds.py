@@ -27,7 +27,7 @@ from sapo_node.rollouts.sampling import Clock, LostVersion, NothingToDraw, Sampl
 from sapo_node.tasks.base import TaskRefused
 from sapo_node.training.base import StepResult, TrainGroup
 from sapo_node.training.sapo import Candidate, RoundPlan, informative, plan_round
-from sapo_node.training.supervised import Policy, PolicyLost
+from sapo_node.training.supervised import EngineLost, Policy, PolicyLost
 from sapo_node.workers import WorkerError
 
 log = structlog.get_logger(__name__)
@@ -103,6 +103,11 @@ class Rounds:
             await until(self._stop, self._policy.until_it_samples())
             try:
                 batch = await self.draw()
+            except EngineLost as error:  # not counted: the engine comes back when it can, with a pause that grows
+                self._room.release()
+                if not self._stop.is_set():
+                    log.warning("a batch could not be sampled", reason=str(error))
+                continue
             except FAULTS as error:
                 self._room.release()
                 await self._bear("a batch could not be sampled", error)
@@ -145,6 +150,7 @@ class Rounds:
                 async with asyncio.timeout(LOOK_SECONDS):
                     return await self._drawn.get()
             except TimeoutError:
+                self._policy.check()
                 wanted = self._config.training.external_groups
                 if not self._policy.can_sample and wanted and await self._usable_external() >= wanted:
                     return NOTHING_DRAWN
@@ -187,10 +193,10 @@ class Rounds:
                 self._room.release()
 
         if self._settling is not None:
-            await self._settling
+            await until(self._stop, asyncio.shield(self._settling))
         self._settling = asyncio.create_task(settle(), name="settle")
         if self._config.training.staleness == 0:
-            await self._settling
+            await until(self._stop, asyncio.shield(self._settling))
 
     async def _plan(self, batch: SampledGroups) -> tuple[SampledGroups, RoundPlan, list[Candidate]]:
         """The round's plan, after drawing (or waiting for) what it says is missing; within bounds."""

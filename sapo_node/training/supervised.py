@@ -39,6 +39,10 @@ class PolicyLost(Exception):
     """This call met a fault of the worker; the next one finds it restarted."""
 
 
+class EngineLost(PolicyLost):
+    """The engine that samples, where it is a process of its own, met a fault; it is started again without end."""
+
+
 class PolicyFailed(SapoError):
     """The worker cannot be brought back."""
 
@@ -117,6 +121,9 @@ class Policy:
         await self._guarded(self._trainer.send)
 
     # What follows is different where sampling has an engine of its own (`inference/paired.py`).
+
+    def check(self) -> None:
+        """Raise what ended the supervision of an engine, after which nothing would start it again."""
 
     @property
     def can_sample(self) -> bool:

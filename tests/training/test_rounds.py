@@ -68,6 +68,9 @@ class ToyPolicy:
     async def settled(self) -> None:
         pass
 
+    def check(self) -> None:
+        pass
+
     async def until_it_samples(self) -> None:
         pass
 
