@@ -25,6 +25,7 @@ from sapo_node.errors import ConfigError, SapoError
 from sapo_node.identity import Identity
 from sapo_node.monitor import log as logging_setup
 from sapo_node.monitor.status import NodeStatus, State, StatusFile
+from sapo_node.swarm.addresses import Reach, reach
 from sapo_node.swarm.service import SwarmService
 
 log = structlog.get_logger(__name__)
@@ -72,6 +73,8 @@ class BootstrapPeer:
         self._status_file = StatusFile(data.status, STATUS_SECONDS)
         self._started_at = time.time()
         self._told: list[str] = []
+        self._filed: list[str] = []
+        self._fault = ""
         self._stop = asyncio.Event()
 
     async def run(self) -> int:
@@ -114,20 +117,33 @@ class BootstrapPeer:
             if addresses and addresses != self._told:
                 self._told = addresses
                 self._tell(addresses)
+            if addresses and addresses != self._filed and self._file is not None:
+                self._write_addresses(self._file, addresses)
             self._write_status("serving" if self._swarm.addresses else "starting")
             await asyncio.sleep(STATUS_SECONDS)
 
     def _tell(self, addresses: Sequence[str]) -> None:
-        text = "".join(f"{address}\n" for address in addresses)
         log.info("others join by these addresses (swarm.initial_peers)")
-        click.echo(text, nl=False)
-        if self._file is None:
-            return
         try:
-            durable.replace(self._file, text.encode())
-            self._file.chmod(0o644)  # for the nodes of other users: nothing in it is secret
+            click.echo("\n".join(addresses))
+        except OSError as error:  # whoever read them has gone, or the disk is full: others still join by this peer
+            log.warning("the addresses cannot be printed; `sapo-node status` has them", reason=str(error))
+
+    def _write_addresses(self, file: Path, addresses: list[str]) -> None:
+        """Write the file for `--addresses`. Raises SapoError the first time only: later its readers have the addresses
+        from before, others still join by this peer, and the file is tried again."""
+        try:
+            durable.replace(file, "".join(f"{address}\n" for address in addresses).encode())
+            file.chmod(0o644)  # for the nodes of other users: nothing in it is secret
         except OSError as error:
-            raise SapoError(f"--addresses: {self._file} cannot be written: {error.strerror}") from error
+            fault = f"--addresses: {file} cannot be written: {error.strerror}"
+            if not self._filed:
+                raise SapoError(fault) from error
+            if fault != self._fault:
+                log.warning(f"{fault}. It is tried again")
+            self._fault = fault
+        else:
+            self._filed, self._fault = addresses, ""
 
     def _write_status(self, state: State, reason: str = "") -> None:
         swarm = self._swarm
@@ -141,6 +157,7 @@ class BootstrapPeer:
             addresses=swarm.addresses,
             peers=swarm.peers,
             found=swarm.book.counts(),
+            unreached=swarm.unreached,
             reason=reason,
             swarm=self._config.swarm.name,
         )
@@ -152,5 +169,5 @@ class BootstrapPeer:
 
 def worth_telling(addresses: Sequence[str]) -> list[str]:
     """The addresses to hand around: those of loopback only if there are no others."""
-    outside = [a for a in addresses if not a.startswith(("/ip4/127.", "/ip6/::1/"))]
+    outside = [a for a in addresses if reach(a) is not Reach.LOOPBACK]
     return outside or list(addresses)

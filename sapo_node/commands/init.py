@@ -31,7 +31,7 @@ def run(directory: Path, model: str | None = None, sets: Sequence[str] = ()) -> 
     if os.path.lexists(file):
         raise SapoError(f"{file} exists and is not overwritten; move it away, or name another directory")
     given = [*_model_settings(model), *sets]
-    needed = _check(given)
+    needed = _check(directory, given)
     text = template()
     for setting in given:
         text = with_setting(text, setting)
@@ -56,20 +56,25 @@ def run(directory: Path, model: str | None = None, sets: Sequence[str] = ()) -> 
 
 
 def _model_settings(model: str | None) -> list[str]:
-    """The settings that `--model` stands for. A folder becomes absolute: in a file it starts at the file's."""
+    """The settings that `--model` stands for. A folder becomes absolute: in a file it starts at the file's.
+
+    Raises ConfigError for a folder that is not there, in the words of who typed it.
+    """
     if model is None:
         return []
     path = Path(model).expanduser()
+    if not path.is_dir() and (path.is_absolute() or model.startswith((".", "~"))):
+        raise ConfigError([f"--model {model}: there is no such folder"])
     settings = [f"training.model={json.dumps(str(path.absolute()) if path.is_dir() else model)}"]
     return settings if model in ("demo", "benchmark") else [*settings, "training.licence=unknown"]
 
 
-def _check(sets: Sequence[str]) -> str:
-    """Lines on engine and memory. Raises ConfigError where the settings are wrong or do not fit."""
+def _check(directory: Path, sets: Sequence[str]) -> str:
+    """Lines on engine and memory. Raises ConfigError where the settings are wrong, cannot work or do not fit."""
     from sapo_node import fit, machine
 
     with resources.as_file(resources.files("sapo_node") / "templates" / FILE_NAME) as path:
-        config = config_load.load(path, {}, sets).config
+        config = config_load.load(path, {}, sets, base=directory).config
     try:
         return "\n".join(fit.summary(config, machine.look()))
     except ConfigError as error:

@@ -1,6 +1,7 @@
 """`sapo-node peers`: whom a node met, how, and what it thinks of them.
 
 It reads peers.json, which the node writes every few seconds and at its end, so it works whether the node runs or not.
+Texts of others are cleaned before they reach the terminal.
 """
 
 import time
@@ -9,12 +10,15 @@ from pathlib import Path
 import click
 import msgspec
 
+from sapo_node.commands.output import say_json
 from sapo_node.commands.status import duration
 from sapo_node.datadir import DataDir
 from sapo_node.errors import SapoError
+from sapo_node.monitor.text import clean
 from sapo_node.swarm.peers import PeerRecord, load_peers
 
 EARLIER = "an earlier run"
+CELL_LIMIT = 160
 
 
 def run(data_dir: Path, as_json: bool) -> int:
@@ -27,9 +31,9 @@ def run(data_dir: Path, as_json: bool) -> int:
     if not running:  # what was connected when the node last wrote is not connected now
         records = [msgspec.structs.replace(record, connected=False) for record in records]
     if as_json:
-        click.echo(msgspec.json.encode({"running": running, "data_dir": str(data_dir), "peers": records}).decode())
+        say_json({"running": running, "data_dir": str(data_dir), "peers": records})
     elif not records:
-        click.echo(f"The node in {data_dir} has met nobody yet.")
+        click.echo(f"The node in {data_dir} has met nobody yet. `sapo-node status` says why an address leads nowhere.")
     else:
         click.echo(table(records, time.time()))
     return 0
@@ -44,7 +48,7 @@ def table(records: list[PeerRecord], now: float) -> str:
 
 
 def _row(record: PeerRecord, now: float) -> tuple[str, ...]:
-    return (
+    cells = (
         record.peer_id,
         "connected" if record.connected else f"{duration(now - record.last_seen)} ago",
         record.found or EARLIER,
@@ -52,3 +56,4 @@ def _row(record: PeerRecord, now: float) -> tuple[str, ...]:
         "shunned" if record.shunned else f"{record.score:.0f}",
         record.addresses[0] if record.addresses else "",
     )
+    return tuple(clean(cell, CELL_LIMIT) for cell in cells)

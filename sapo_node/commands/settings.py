@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from sapo_node import config_load
 from sapo_node.config import NodeConfig
 from sapo_node.config_load import Loaded
 from sapo_node.errors import ConfigError
+from sapo_node.model_shape import missing
 from sapo_node.tasks import mixture
 from sapo_node.tasks.dataset import DatasetError
 
@@ -42,13 +42,8 @@ def _missing(config: NodeConfig) -> list[str]:
         mixture.load(config.tasks)
     except DatasetError as error:
         problems.append(str(error))
-    model = config.training.model
-    folder = Path(model).expanduser()
-    if folder.is_absolute() or folder.is_dir():
-        if not (folder / "config.json").is_file():
-            problems.append(f"training.model: {folder} is no model folder: it has no config.json")
-    elif not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model):
-        problems.append(f"training.model: {model!r} is neither a folder nor a Hugging Face name")
+    if fault := missing(config.training.model):
+        problems.append(f"training.model: {fault}")
     return problems
 
 

@@ -8,15 +8,17 @@ import time
 from pathlib import Path
 
 import click
-import msgspec
 
+from sapo_node.commands.output import say_json
 from sapo_node.datadir import DataDir
 from sapo_node.errors import SapoError
 from sapo_node.monitor.history import parse
 from sapo_node.monitor.metrics import Record
 from sapo_node.monitor.status import NodeStatus, StatusUnreadable, read_status
+from sapo_node.monitor.text import clean
 
 TAIL_BYTES = 1 << 18  # a line of history.jsonl is a few kilobytes; the last whole one lies within this
+LINE_LIMIT = 1000  # characters: reasons and addresses may hold what came from others
 SILENT_SECONDS = 30.0  # a running node renews node.json every few seconds
 NOT_READY = ("starting", "draining", "stopped")
 
@@ -36,7 +38,7 @@ def run(data_dir: Path, as_json: bool, ready: bool = False) -> int:
         raise SapoError(f"{data.status} cannot be read: {error.strerror}") from error
     if as_json:
         report = {"running": running, "data_dir": str(data_dir), "node": status, "last": last_record(data.history)}
-        click.echo(msgspec.json.encode(report).decode())
+        say_json(report)
     elif status is None and not running:
         raise SapoError(
             f"no node has run in {data_dir}; start one with `sapo-node start --config FILE`, or say which one is meant "
@@ -80,7 +82,7 @@ def table(data_dir: Path, running: bool, status: NodeStatus | None, now: float) 
     reward, held_out, start = status.reward_first_drawn, status.held_out, status.held_out_start
     change = f" ({held_out - start:+.3f} since the start)" if held_out is not None and start is not None else ""
     trains = status.role == "trainer"
-    facts = {
+    facts: dict[str, str | list[str]] = {
         "node": alive,
         "state": status.state + (f": {status.reason}" if status.reason else ""),
         "round": f"{status.round} (policy version {status.policy_version})" if trains else "",
@@ -89,7 +91,8 @@ def table(data_dir: Path, running: bool, status: NodeStatus | None, now: float) 
         "swarm": f"{status.swarm}, {status.peers} peer{'' if status.peers == 1 else 's'}" if status.swarm else "",
         "connected": connected(status),
         "peer id": status.peer_id,
-        "addresses": "\n           ".join(status.addresses),
+        "addresses": status.addresses,
+        "unreached": status.unreached if running else [],
         "groups": f"{status.own_groups} own, {status.external_groups_used} of others used, {status.shortage} short"
         if trains
         else "",
@@ -97,7 +100,12 @@ def table(data_dir: Path, running: bool, status: NodeStatus | None, now: float) 
         "held-out": f"{held_out:.3f}{change}" if held_out is not None else "",
         "data": str(data_dir),
     }
-    return "\n".join(f"{name:<9}  {text}" for name, text in facts.items() if text)
+    lines = {name: [text] if isinstance(text, str) else text for name, text in facts.items() if text}
+    return "\n".join(
+        f"{name if first else '':<9}  {clean(line, LINE_LIMIT)}"
+        for name, texts in lines.items()
+        for first, line in zip([True, *[False] * len(texts)], texts, strict=False)
+    )
 
 
 def connected(status: NodeStatus) -> str:

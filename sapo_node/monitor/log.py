@@ -6,14 +6,16 @@ where it is put into a message. Modules log with `structlog.get_logger(__name__)
 """
 
 import logging
-import re
 import sys
-import unicodedata
 from typing import Any, Literal, TextIO
 
 import msgspec
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
+
+from sapo_node.monitor.text import clean, harmless
+
+__all__ = ["adopt", "clean", "clean_lines", "harmless", "scrub", "setup"]
 
 LogFormat = Literal["auto", "human", "json"]
 
@@ -21,28 +23,6 @@ VALUE_LIMIT = 1000  # characters of one logged value: a line stays readable and 
 TRACEBACK_LIMIT = 20_000  # characters; deep enough for any real one
 ITEMS_LIMIT = 50  # entries of a logged list or dictionary
 DEPTH_LIMIT = 4
-
-# Terminal sequences as a whole, so that no "[31m" is left of one: CSI, then strings (OSC, DCS, ...) up to their end.
-_SEQUENCES = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]" r"|(?:\x1b[\]PX^_]|[\x9d\x90\x98\x9e\x9f])[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)?"
-)
-_SPACES = re.compile(r"\s+")
-
-# Unicode categories that a reader cannot see or that move what is seen: control, format (bidi and zero-width
-# characters), surrogates, private use, unassigned.
-_UNSEEN = frozenset({"Cc", "Cf", "Cs", "Co", "Cn"})
-
-
-def clean(text: str, limit: int = 80) -> str:
-    """`text` on one line without control, bidi, escape or invisible characters, cut to `limit` characters.
-
-    Runs of white space become one space; what was cut ends in "…".
-    """
-    head = text[: 8 * limit]  # a stranger's megabyte is not searched for what will be cut anyway
-    seen = _SEQUENCES.sub("", head)
-    shown = "".join(char for char in _SPACES.sub(" ", seen) if unicodedata.category(char) not in _UNSEEN)
-    kept = _SPACES.sub(" ", shown).strip()
-    return kept if len(kept) <= limit and len(head) == len(text) else kept[: limit - 1] + "…"
 
 
 def clean_lines(text: str, limit: int = TRACEBACK_LIMIT) -> str:

@@ -48,13 +48,16 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """Full multiaddrs (.../p2p/...) that others can join by."""
 
     peers: int = 0
-    """Peers of this swarm that were heard of within the last epochs."""
+    """Peers of this swarm that announced groups within the last epochs and have not left since."""
 
     role: str = "trainer"
     """trainer, or bootstrap: it only helps others to find each other."""
 
     found: dict[str, int] = {}
     """Members of the swarm that are connected now, by how this node met them."""
+
+    unreached: list[str] = []
+    """Sentences on ways to join that lead nowhere now, each with its address; at most 8."""
 
     own_groups: int = 0
     """Groups sampled by this node, over all rounds."""

@@ -25,6 +25,7 @@ import zstandard
 from sapo_node.identity import Identity, peer_id_from_public_key, verify
 from sapo_node.rollouts.schema import Announcement, Batch, Completion, Group, TaskRef
 from sapo_node.swarm import protocol
+from sapo_node.swarm.addresses import is_multiaddr
 
 HEADER_BYTES: Final = len(protocol.MAGIC) + 1 + 1 + 32 + 64
 _SIGNATURE_AT: Final = HEADER_BYTES - 64
@@ -311,6 +312,7 @@ def _check_announcement(announcement: Announcement, swarm: str) -> None:
     _check_names(a.version)
     _check_texts(a.roles, protocol.MAX_ROLES, protocol.MAX_NAME_CHARS)
     _check_texts(a.addresses, protocol.MAX_ADDRESSES, protocol.MAX_ADDRESS_CHARS)
+    _require(all(map(is_multiaddr, a.addresses)), "an address is no multiaddr")
     _require(len(a.batches) <= protocol.MAX_LISTINGS, "the announcement lists too many batches")
     for listing in a.batches:
         _require(len(listing.content_id) == 32, "a digest does not have 32 bytes")

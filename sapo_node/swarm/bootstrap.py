@@ -1,7 +1,8 @@
 """How a node finds its first neighbours, and finds them again: never a reason to stop.
 
 Policy. All addresses of `candidates.py` are dialled side by side, a few at a time in their order; one that answers is
-enough, and none holds up the others. A peer that answers is greeted (`hello.py`); the DHT is entered only by one of the
+enough, and none holds up the others: of those that wait, the next is one of the source with the fewest dials in flight,
+and there the longest due. A peer that answers is greeted (`hello.py`); the DHT is entered only by one of the
 own swarm, and others are let go. While the node knows nobody, every address is tried again after a pause that doubles
 up to a bound; half to one and a half times, so that a swarm whose first node restarts does not dial it at one instant.
 Once the node knows someone, addresses whose peer is not connected are dialled rarely: two halves of a swarm that lost
@@ -15,17 +16,18 @@ import logging
 import random
 import re
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final
 
 from sapo_node.swarm import protocol
+from sapo_node.swarm.addresses import peer_id_of
 from sapo_node.swarm.candidates import Candidate, Candidates
 from sapo_node.swarm.dht import SwarmDHT
 from sapo_node.swarm.hello import Greeter, Verdict
-from sapo_node.swarm.p2p import Network
+from sapo_node.swarm.p2p import LeadsInside, Network
 from sapo_node.swarm.p2pd import NetworkError
 from sapo_node.swarm.peers import Found, PeerBook
 
@@ -46,6 +48,9 @@ ENTER_SECONDS: Final = 3.0
 
 MAX_AT_ONCE: Final = 8
 """Dials in flight. An address that swallows them costs one place for ten seconds."""
+
+MAX_UNREACHED: Final = 8
+"""Addresses that could not be joined by, listed for people."""
 
 MAX_REMEMBERED: Final = 512
 """Addresses whose attempts are remembered; of an older one the next attempt is the first again."""
@@ -68,11 +73,16 @@ class Result(StrEnum):
     OTHER_SWARM = "other swarm"
     OTHER_VERSION = "other wire version"
     NOT_A_NODE = "not a node"
+    ITSELF = "this node itself"
+    LEADS_INSIDE = "leads inside"
     NOT_TRIED = "not tried"  # p2pd itself pauses after failures, up to five minutes
 
 
-WRONG_PLACE: Final = (Result.OTHER_SWARM, Result.OTHER_VERSION, Result.NOT_A_NODE)
-"""Somebody answers who is of no use: asking again soon would change nothing."""
+WRONG_PLACE: Final = (Result.OTHER_SWARM, Result.OTHER_VERSION, Result.NOT_A_NODE, Result.LEADS_INSIDE)
+"""Nobody of use is there: asking again soon would change nothing."""
+
+STRANGE: Final = (Found.DNS, Found.RENDEZVOUS, Found.CACHED)
+"""Ways by which the address of a peer is chosen by strangers, not by the owner."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,17 +110,29 @@ class Attempts:
         self._attempts: OrderedDict[str, _Attempt] = OrderedDict()
 
     def due(
-        self, now: float, connected: Collection[str], addresses: Sequence[str], in_flight: Collection[str] = ()
+        self, now: float, connected: Collection[str], addresses: Mapping[str, str], in_flight: Collection[str] = ()
     ) -> list[str]:
-        """Which of `addresses` to dial, in their order: not those of `connected` peers, and no more than MAX_AT_ONCE
-        together with those `in_flight`."""
-        chosen = []
-        for address in dict.fromkeys(addresses):
-            peer_id = peer_id_of(address)
-            attempt = self._attempts.get(address, _Attempt())
-            if peer_id != self._own and peer_id not in connected and address not in in_flight and attempt.due <= now:
-                chosen.append(address)
-        return chosen[: max(0, MAX_AT_ONCE - len(in_flight))]
+        """Which of `addresses` (each with its source) to dial: not those of `connected` peers, and no more than
+        MAX_AT_ONCE together with those `in_flight`. The source with the fewest dials comes first, and there the address
+        that is due for the longest time, those never tried before all others: what hangs keeps nobody waiting for ever.
+        """
+        since = {address: self._attempts.get(address, _Attempt()).due for address in addresses}
+        ready = [
+            address
+            for address in sorted(addresses, key=since.__getitem__)
+            if since[address] <= now
+            and address not in in_flight
+            and peer_id_of(address) != self._own
+            and peer_id_of(address) not in connected
+        ]
+        dials = Counter(addresses.get(address) for address in in_flight)
+        chosen: list[str] = []
+        while ready and len(in_flight) + len(chosen) < MAX_AT_ONCE:
+            address = min(ready, key=lambda one: dials[addresses[one]])
+            ready.remove(address)
+            chosen.append(address)
+            dials[addresses[address]] += 1
+        return chosen
 
     def report(self, address: str, result: Result, now: float, lonely: bool) -> bool:
         """Note how an attempt ended; True if that is news about this address."""
@@ -158,11 +180,17 @@ class Bootstrap:
         self._candidates = candidates
         self._book = book
         self._tell = tell
+        self._unreached: dict[str, str] = {}  # by address, why
         self._kept: set[str] = set()
         self._dials: dict[str, asyncio.Task[None]] = {}
         self._entering = asyncio.Lock()
         self._enter_again_at = 0.0
         self._attempts = Attempts(network.peer_id, rng if rng is not None else random.Random())
+
+    @property
+    def unreached(self) -> list[str]:
+        """Sentences on the owner's addresses that this node could not join by, at most MAX_UNREACHED."""
+        return list(self._unreached.values())
 
     async def run(self) -> None:
         """Join, notice when everyone is gone, and join again. Raises only what is not the network's fault."""
@@ -179,7 +207,9 @@ class Bootstrap:
             self.state = JoinState.JOINING
         candidates = {c.address: c for c in self._candidates.current(lonely=not members)}
         self._note(members, candidates.values())
-        for address in self._attempts.due(time.monotonic(), members, list(candidates), self._dials):
+        self._tell_of_itself(candidates.values())
+        sources = {address: candidate.found for address, candidate in candidates.items()}
+        for address in self._attempts.due(time.monotonic(), members, sources, self._dials):
             self._dials[address] = tasks.create_task(self._try(candidates[address], bool(members)), name="dial")
         if members and not self._dht.neighbours() and time.monotonic() >= self._enter_again_at:
             self._enter_again_at = time.monotonic() + ENTER_SECONDS
@@ -197,6 +227,20 @@ class Bootstrap:
             if (peer_id := peer_id_of(candidate.address)) in members:
                 self._book.saw(peer_id, (), now, candidate.found)
         self._book.set_connected(members, self._greeter.callers, now)
+        addresses = {candidate.address for candidate in candidates}
+        for address in [a for a in self._unreached if a not in addresses or peer_id_of(a) in members]:
+            del self._unreached[address]
+
+    def _tell_of_itself(self, candidates: Collection[Candidate]) -> None:
+        """An address with this node's peer id is fine in a list for all nodes, unless it leads to another node."""
+        for candidate in candidates:
+            address = candidate.address
+            if peer_id_of(address) == self._network.peer_id and not self._network.is_own(address):
+                message = (
+                    f"{address} ends with this node's own peer id and is not dialled. If another node is meant, ask "
+                    "its owner for its address."
+                )
+                self._report(candidate, Outcome(address, Result.ITSELF, message), lonely=True)
 
     async def _connected(self) -> set[str]:
         try:
@@ -218,23 +262,37 @@ class Bootstrap:
     async def _try(self, candidate: Candidate, in_company: bool) -> None:
         try:
             outcome = await self._dial(candidate)
-            news = self._attempts.report(candidate.address, outcome.result, time.monotonic(), lonely=not in_company)
-            # That a peer of an earlier run, or one that anybody may name, is gone is nothing an owner could act on.
-            owned = candidate.found not in (Found.CACHED, Found.RENDEZVOUS)
-            if news and (owned or outcome.result is Result.CONNECTED):
-                self._tell(outcome)
+            self._report(candidate, outcome, lonely=not in_company)
             if outcome.result is Result.CONNECTED:
                 await self._enter_dht([peer_id_of(candidate.address)])
         finally:
             del self._dials[candidate.address]
 
+    def _report(self, candidate: Candidate, outcome: Outcome, lonely: bool) -> None:
+        """Note how an attempt ended, and tell the owner what is news to him and he could act on: not that a peer of an
+        earlier run, or one that anybody may name, is gone."""
+        news = self._attempts.report(candidate.address, outcome.result, time.monotonic(), lonely)
+        reached, owned = outcome.result is Result.CONNECTED, candidate.found not in (Found.CACHED, Found.RENDEZVOUS)
+        if owned and not reached and outcome.result is not Result.NOT_TRIED:
+            self._unreached[candidate.address] = outcome.message
+            if len(self._unreached) > MAX_UNREACHED:
+                del self._unreached[next(iter(self._unreached))]
+        if news and (owned or reached):
+            self._tell(outcome)
+
     async def _dial(self, candidate: Candidate) -> Outcome:
         address = candidate.address
         try:
-            peer_id = await self._network.connect(address)
+            peer_id = await self._network.connect(address, strange=candidate.found in STRANGE)
             verdict = await self._greeter.greet(peer_id)
             if verdict is not Verdict.MEMBER:
                 await self._network.disconnect(peer_id)
+        except LeadsInside:
+            message = (
+                f"{address} leads into this machine or its network, and the owner did not give it: it is not dialled. "
+                "If it is right, add it to swarm.initial_peers."
+            )
+            return Outcome(address, Result.LEADS_INSIDE, message)
         except NetworkError as error:
             return explain_failure(address, str(error))
         if verdict is Verdict.MEMBER:
@@ -247,11 +305,6 @@ class Bootstrap:
                 await self._dht.join(peer_ids)
             except NetworkError as error:  # tried again at the next step: there are no neighbours yet
                 log.debug("joining the DHT failed: %s", error)
-
-
-def peer_id_of(address: str) -> str:
-    """The peer id at the end of a multiaddr; empty if it has none."""
-    return address.rpartition("/p2p/")[2] if "/p2p/" in address else ""
 
 
 def explain_greeting(address: str, verdict: Verdict, version: int) -> Outcome:
@@ -274,7 +327,7 @@ def explain_greeting(address: str, verdict: Verdict, version: int) -> Outcome:
     if verdict is Verdict.STRANGER:
         message = f"{address} answers, but is no sapo-node. Ask its owner for the address of a node of this swarm."
         return Outcome(address, Result.NOT_A_NODE, message)
-    message = f"{address} takes connections but says nothing (no greeting); it is tried again in a while."
+    message = f"{address} takes connections but says nothing (no greeting): it hangs. It is tried again in a while."
     return Outcome(address, Result.UNREACHABLE, message)
 
 
@@ -293,4 +346,14 @@ def explain_failure(address: str, reason: str) -> Outcome:
         return Outcome(address, Result.WRONG_PEER_ID, message)
     if "dial backoff" in why:
         return Outcome(address, Result.NOT_TRIED, f"{address} failed a moment ago and is tried again in a while.")
-    return Outcome(address, Result.UNREACHABLE, f"{address} does not answer ({why}); it is tried again in a while.")
+    what = f"does not answer ({why})"
+    if "failed to negotiate security protocol" in why:  # after a connection that was taken
+        what = (
+            "takes connections but says nothing: it hangs, or another program listens there"
+            if "deadline exceeded" in why
+            else f"takes connections but does not speak libp2p ({why.rpartition(': ')[2]}): another program listens "
+            "there, or a proxy whose node is down"
+        )
+    elif address.startswith("/dns") and "no good addresses" in why:
+        what = "does not answer (its name has no DNS entry, or no name server answers)"
+    return Outcome(address, Result.UNREACHABLE, f"{address} {what}. It is tried again in a while.")

@@ -14,8 +14,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Final
 
-from sapo_node.config import SwarmSection, check_peer_address
+from sapo_node.config import SwarmSection
+from sapo_node.config_addresses import check_peer_address
 from sapo_node.swarm import dnsaddr
+from sapo_node.swarm.addresses import in_turn, reach
 from sapo_node.swarm.dnsaddr import Lookup, LookupFailed
 from sapo_node.swarm.peers import Found, PeerBook
 
@@ -28,7 +30,7 @@ MAX_FILE_BYTES: Final = 64 * 1024
 MAX_CACHED: Final = 16
 """Peers of earlier runs that are tried, the most recently seen first. More would be a burst of dials."""
 
-ADDRESSES_A_PEER: Final = 3
+ADDRESSES_A_PEER: Final = 4
 """Of such a peer: which of its addresses leads to it from here is not known beforehand."""
 
 FILE_SECONDS: Final = 3.0
@@ -69,6 +71,11 @@ class Candidates:
         """Take note of the addresses that the rendezvous found last, each ending with /p2p/<peer id>."""
         self._met = addresses[:MAX_LISTED]
 
+    @property
+    def faults(self) -> list[str]:
+        """Sentences on names and a file that give no addresses now."""
+        return list(self._told.values())
+
     def current(self, lonely: bool) -> list[Candidate]:
         """What to try, in order; peers of earlier runs only while `lonely`."""
         listed = self._listed()
@@ -83,14 +90,11 @@ class Candidates:
         return list(first.values())
 
     def _cached(self) -> list[str]:
-        """Addresses of peers of earlier runs; every peer's first one comes before any second, loopback ones last."""
-        records = self._book.best(time.time(), MAX_CACHED)
-        ranked = [
-            (rank, f"{address}/p2p/{record.peer_id}")
-            for record in records
-            for rank, address in enumerate(sorted(record.addresses, key=is_loopback)[:ADDRESSES_A_PEER])
-        ]
-        return [address for _, address in sorted(ranked, key=lambda pair: pair[0])]
+        """Addresses of peers of earlier runs; every peer's first one comes before any second, the nearest last."""
+        return in_turn(
+            [f"{address}/p2p/{record.peer_id}" for address in sorted(record.addresses, key=reach)[:ADDRESSES_A_PEER]]
+            for record in self._book.best(time.time(), MAX_CACHED)
+        )
 
     async def run(self) -> None:
         """Read the file and look up names until cancelled."""
@@ -126,6 +130,7 @@ class Candidates:
         for gone in due.keys() - set(names):
             del due[gone]
             self._resolved.pop(gone, None)
+            self._told.pop(gone, None)
 
     def _read_file(self) -> None:
         path = self._settings.peers_file
@@ -180,11 +185,6 @@ def public_peers(swarm: str, text: str | None = None) -> list[str]:
     if wrong is not None:
         raise ValueError(f"a line of the public list holds a swarm and an address, not {' '.join(wrong)!r}")
     return [check_peer_address(address) for name, address in rows if name == swarm][:MAX_LISTED]
-
-
-def is_loopback(address: str) -> bool:
-    """Whether an address leads to this machine alone, whoever announced it."""
-    return address.startswith(("/ip4/127.", "/ip6/::1/"))
 
 
 def _is_name(address: str) -> bool:

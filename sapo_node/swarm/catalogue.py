@@ -134,6 +134,10 @@ class Catalogue:
         self._forget(now)
         return list(self._offers)
 
+    def heard(self, now: float) -> dict[str, float]:
+        """When the newest announcement of each of those peers came."""
+        return {peer_id: self._offers[peer_id].heard_at for peer_id in self.peers(now)}
+
     def _free(self, peer_id: str, offer: _Offer, now: float) -> bool:
         rests = 0.0 <= now - offer.failed_at < offer.rest  # a clock that was set back ends the rest
         return peer_id not in self._busy and not rests and self._welcome(peer_id, now)

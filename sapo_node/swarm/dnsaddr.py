@@ -11,9 +11,13 @@ Who answers for the host decides whom a node meets: as much trust as an address 
 import logging
 import re
 from collections.abc import Awaitable, Callable
-from typing import Final
+from typing import TYPE_CHECKING, Any, Final
 
+from sapo_node.swarm.addresses import is_multiaddr
 from sapo_node.swarm.p2pd import encode_multiaddr
+
+if TYPE_CHECKING:
+    import dns.asyncresolver
 
 log = logging.getLogger(__name__)
 
@@ -22,8 +26,10 @@ MAX_DEPTH: Final = 4
 MAX_LOOKUPS: Final = 16
 MAX_ADDRESSES: Final = 32
 MAX_ADDRESS_CHARS: Final = 256
+MAX_NUMERIC: Final = 4
 """Bounds of one resolution: a record that names another, or a thousand, costs no more than this."""
 
+_NAMED = re.compile(r"/(dns|dns4|dns6)/([^/]+)(/.*)")
 _DIALLED = re.compile(r"/(?:ip4|ip6|dns|dns4|dns6)/[^/]+/(?:tcp/\d+|udp/\d+/quic-v1)/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}")
 
 Lookup = Callable[[str], Awaitable[list[str]]]
@@ -36,22 +42,41 @@ class LookupFailed(Exception):
 
 async def lookup(name: str) -> list[str]:
     """Ask the system's name servers."""
+    return texts(await ask(None, name, "TXT"))
+
+
+def texts(records: "list[Any]") -> list[str]:
+    """What TXT records say."""
+    return [b"".join(record.strings).decode(errors="replace") for record in records]
+
+
+async def ask(resolver: "dns.asyncresolver.Resolver | None", name: str, kind: str) -> "list[Any]":
+    """Records of a name; None asks the system's name servers, whichever they are now. Raises `LookupFailed`."""
     import dns.asyncresolver  # a fifth of a second; most nodes never need it
-
-    return await ask(dns.asyncresolver.get_default_resolver(), name)
-
-
-async def ask(resolver: "object", name: str) -> list[str]:
-    """TXT records of a name by a `dns.asyncresolver.Resolver`."""
-    import dns.asyncresolver
     import dns.exception
 
-    assert isinstance(resolver, dns.asyncresolver.Resolver)
     try:
-        answer = await resolver.resolve(name, "TXT", lifetime=LOOKUP_SECONDS, search=False)
-    except (dns.exception.DNSException, OSError) as error:
+        resolver = resolver or dns.asyncresolver.Resolver()
+        return list(await resolver.resolve(name, kind, lifetime=LOOKUP_SECONDS, search=False))
+    except (dns.exception.DNSException, OSError, ValueError) as error:  # ValueError: nonsense in /etc/resolv.conf
         raise LookupFailed(f"{name}: {' '.join(str(error).split()) or type(error).__name__}") from error
-    return [b"".join(record.strings).decode(errors="replace") for record in answer]
+
+
+async def numeric(address: str, resolver: "dns.asyncresolver.Resolver | None" = None) -> list[str]:
+    """The addresses by number that a multiaddr by name stands for, at most MAX_NUMERIC, none if its name leads nowhere;
+    one by number is returned as it is."""
+    named = _NAMED.fullmatch(address)
+    if named is None:
+        return [address]
+    way, host, rest = named.groups()
+    found = []
+    for kind, family in (("A", "ip4"), ("AAAA", "ip6")):
+        if way in ("dns", f"dns{family[2:]}"):
+            try:
+                found += [f"/{family}/{record.address}{rest}" for record in await ask(resolver, host, kind)]
+            except LookupFailed as failure:
+                log.debug("left out: %s", failure)
+    return found[:MAX_NUMERIC]
 
 
 async def resolve(address: str, lookup: Lookup = lookup) -> list[str]:
@@ -70,11 +95,11 @@ async def resolve(address: str, lookup: Lookup = lookup) -> list[str]:
             continue
         asked.add((host, suffix))
         try:
-            texts = await lookup(f"_dnsaddr.{host}")
+            said = await lookup(f"_dnsaddr.{host}")
         except LookupFailed as failure:
             failures.append(str(failure))
             continue
-        for entry in _entries(texts, suffix):
+        for entry in _entries(said, suffix):
             if not entry.startswith("/dnsaddr/"):
                 found[entry] = None
             elif depth + 1 < MAX_DEPTH:
@@ -91,12 +116,12 @@ def _split(address: str) -> tuple[str, str]:
     return host.lower(), slash + rest
 
 
-def _entries(texts: list[str], suffix: str) -> list[str]:
+def _entries(given: list[str], suffix: str) -> list[str]:
     """The usable multiaddrs among TXT records, bounded."""
     entries = []
-    for text in texts[: 4 * MAX_ADDRESSES]:
+    for text in given[: 4 * MAX_ADDRESSES]:
         entry = text.removeprefix("dnsaddr=")
-        if entry == text or len(entry) > MAX_ADDRESS_CHARS or not entry.endswith(suffix):
+        if entry == text or len(entry) > MAX_ADDRESS_CHARS or not is_multiaddr(entry) or not entry.endswith(suffix):
             continue
         if entry.startswith("/dnsaddr/") or (_DIALLED.fullmatch(entry) and _encodes(entry)):
             entries.append(entry)

@@ -29,6 +29,7 @@ from sapo_node.rollouts import codec
 from sapo_node.rollouts.codec import Opened, Rejected, UnknownVersion
 from sapo_node.rollouts.schema import Announcement, Batch
 from sapo_node.swarm import fetch, protocol
+from sapo_node.swarm.addresses import reach
 from sapo_node.swarm.catalogue import Catalogue, Via, Wanted
 from sapo_node.swarm.dht import SwarmDHT
 from sapo_node.swarm.discovery import REWRITE_SECONDS, AnnouncePlan, Shard, choose_shards
@@ -167,6 +168,10 @@ class Exchange:
         """Ids of other nodes with a fresh announcement."""
         return self._catalogue.peers(time.time())
 
+    def heard(self) -> dict[str, float]:
+        """When the newest announcement of each of those came, in seconds since 1970."""
+        return self._catalogue.heard(time.time())
+
     async def run(self) -> None:
         """Serve, announce, discover and fetch until cancelled. Raises NetworkError when the network is gone."""
         await self._network.serve_stream(protocol.FETCH_PROTOCOL, self._server.serve)
@@ -219,7 +224,7 @@ class Exchange:
             log.debug("pushing a hint failed: %s", error)
 
     def _sign(self, shard: Shard, now: float, addresses: Sequence[str]) -> bytes:
-        """The announcement with as many addresses as fit into a record."""
+        """The announcement with as many addresses as fit into a record, those that lead farthest first."""
         announcement = Announcement(
             proto=protocol.PROTO,
             swarm=self._swarm,
@@ -236,7 +241,7 @@ class Exchange:
         data = codec.encode_announcement(announcement, self._identity)
         room = protocol.MAX_RECORD_BYTES - len(data)
         fitting: list[str] = []
-        for address in addresses:
+        for address in sorted(addresses, key=reach):
             cost = len(address.encode()) + 2  # at most two bytes of length before a text of this size
             if len(fitting) < protocol.MAX_ADDRESSES and len(address) <= protocol.MAX_ADDRESS_CHARS and cost <= room:
                 fitting.append(address)

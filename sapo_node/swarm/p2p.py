@@ -17,6 +17,8 @@ from typing import Any, Final, TypeVar
 import base58
 
 from sapo_node.identity import Identity
+from sapo_node.swarm import addresses as multiaddrs
+from sapo_node.swarm import dnsaddr
 from sapo_node.swarm.hivemind_light import P2P, Multiaddr, P2PDaemonError, P2PHandlerError, p2pd_pb2
 from sapo_node.swarm.p2pd import (
     MAX_CONTROL_BYTES,
@@ -31,7 +33,7 @@ from sapo_node.swarm.p2pd import (
     read_message,
 )
 
-__all__ = ["Network", "NetworkError", "PortInUse", "StreamHandler"]
+__all__ = ["LeadsInside", "Network", "NetworkError", "PortInUse", "StreamHandler"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -49,6 +51,8 @@ MAX_STREAMS_PER_PEER: Final = 4
 many in all takes the place of the oldest that has not sent its request yet, so that idle streams lock nobody out."""
 MAX_DIALLED_ADDRESSES: Final = 8
 """Of the addresses a stranger announces, so many are tried."""
+MAX_PROVIDER_ADDRESSES: Final = 32
+"""Of a stranger's addresses in the public DHT, so many are looked at to find those."""
 MAX_HINT_BYTES: Final = 16 * 1024
 MAX_QUEUED_HINTS: Final = 256
 """Gossip is a hint that may be lost: larger messages are dropped, and a slow reader loses the oldest."""
@@ -57,6 +61,10 @@ KEEP_WEIGHT: Final = 1000
 """p2pd gives a peer of its own DHT's routing table 5 points; nodes of the swarm are worth more."""
 MAX_PROVIDER_BYTES: Final = 64 * 1024
 """One provider with its addresses, which strangers wrote."""
+
+
+class LeadsInside(NetworkError):
+    """A stranger's address leads where this node follows no stranger."""
 
 
 class _RequestReader(asyncio.StreamReader):
@@ -97,6 +105,8 @@ class Network:
         self._server: asyncio.Server | None = None
         self._dead = asyncio.create_task(daemon.ended())
         self._closed = False
+        self._own: list[str] = []  # by which this node is reached
+        self._listens: list[str] = []
 
     @classmethod
     async def start(
@@ -134,8 +144,10 @@ class Network:
             "-idleTimeout=30s",  # ends a p2pd whose node died before the death signal was set
         ]
         self = cls(identity, await Daemon.start(work_dir, flags))
+        self._listens = multiaddrs.listened(listen, announced=bool(announce))
         try:
             await self._attach(identity)
+            await self.addresses()
         except BaseException:
             await self.close()
             raise
@@ -228,20 +240,40 @@ class Network:
     async def addresses(self) -> list[str]:
         """Multiaddrs at which others can reach this node, as far as p2pd knows, without /p2p."""
         response = await self._ask("ask p2pd for its addresses", CALL_SECONDS, type=p2pd_pb2.Request.IDENTIFY)
-        return [decode_multiaddr(address) for address in response.identify.addrs]
+        found = [decode_multiaddr(address) for address in response.identify.addrs]
+        self._own = [address for address in found if multiaddrs.is_multiaddr(address)]
+        return list(self._own)
+
+    def is_own(self, address: str) -> bool:
+        """Whether an address, with or without /p2p, is one by which this node is reached."""
+        return address.partition("/p2p/")[0] in self._own
 
     async def peers(self) -> list[str]:
         """Ids of the peers that this node is connected to."""
         response = await self._ask("list peers", CALL_SECONDS, type=p2pd_pb2.Request.LIST_PEERS)
         return sorted({base58.b58encode(peer.id).decode() for peer in response.peers})
 
-    async def connect(self, multiaddr: str) -> str:
-        """Dial an address that ends with /p2p/<peer id>; return that id."""
+    async def connect(self, multiaddr: str, *, strange: bool = False) -> str:
+        """Dial an address that ends with /p2p/<peer id>; return that id. `strange`: a stranger chose the address.
+        Raises `LeadsInside` for one of those that is not followed."""
         address, found, peer_id = multiaddr.rpartition("/p2p/")
         if not found:
             raise NetworkError(f"connect to {multiaddr}: the address of a peer ends with /p2p/<its peer id>")
-        await self._dial(f"connect to {multiaddr}", peer_id, [address] if address else [])
+        given = [address] if address else []
+        if strange and not (given := await self._followed(given)):
+            raise LeadsInside(f"connect to {multiaddr}: it leads inside, and a stranger chose it")
+        await self._dial(f"connect to {multiaddr}", peer_id, given)
         return peer_id
+
+    async def _followed(self, addresses: Sequence[str]) -> list[str]:
+        """What to dial of the addresses that a stranger chose (`addresses.py`). Names are resolved here, and dialled by
+        number: p2pd would follow them anywhere."""
+        allowed = multiaddrs.followed([*self._own, *self._listens])
+        given = addresses[:MAX_DIALLED_ADDRESSES]
+        meant = await asyncio.gather(*map(dnsaddr.numeric, given))
+        if given and not any(meant):
+            raise NetworkError(f"dial {given[0]}: no good addresses")
+        return [one for found in meant for one in found if multiaddrs.reach(one) in allowed and "/dns" not in one]
 
     async def _dial(self, what: str, peer_id: str, addresses: Sequence[str]) -> None:
         try:
@@ -306,11 +338,12 @@ class Network:
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         """A binary stream to a peer's `serve_stream` handler. The caller frames, bounds and closes it.
 
-        `addresses` (without /p2p) are dialled first; without them p2pd uses what it knows and asks its neighbours.
+        `addresses` (without /p2p), which a stranger chose, are dialled first; without them p2pd uses what it knows and
+        asks its neighbours.
         """
         what = f"open {protocol} to {peer_id}"
-        if addresses:
-            await self._dial(what, peer_id, addresses)
+        if given := await self._followed(addresses):
+            await self._dial(what, peer_id, given)
         request = p2pd_pb2.Request(
             type=p2pd_pb2.Request.STREAM_OPEN,
             streamOpen=p2pd_pb2.StreamOpenRequest(
@@ -435,11 +468,11 @@ class Network:
 
 
 def _addresses(encoded: Sequence[bytes]) -> list[str]:
-    """The multiaddrs among what strangers call their addresses, bounded."""
+    """The multiaddrs among what strangers call their addresses, those that lead farthest first, bounded."""
     found = []
-    for data in encoded[:MAX_DIALLED_ADDRESSES]:
+    for data in encoded[:MAX_PROVIDER_ADDRESSES]:
         try:
             found.append(decode_multiaddr(data))
         except Exception as error:  # noqa: BLE001  hivemind's parser raises whatever its codecs meet
             log.debug("not an address: %r", error)
-    return found
+    return sorted(filter(multiaddrs.is_multiaddr, found), key=multiaddrs.reach)[:MAX_DIALLED_ADDRESSES]

@@ -21,6 +21,7 @@ import msgspec
 from msgspec import Struct
 
 from sapo_node import durable
+from sapo_node.swarm.addresses import is_multiaddr
 
 HALF_LIFE_SECONDS: Final = 1800.0
 """Time in which a score moves half-way back to 0: long against a round, short against a day."""
@@ -114,6 +115,18 @@ class PeerBook:
             self.saw(peer_id, (), now, Found.INBOUND if peer_id in callers else Found.DHT)
         for record in self._peers.values():
             record.connected = record.peer_id in peer_ids
+
+    def connected(self) -> set[str]:
+        """Ids of the connected peers."""
+        return {record.peer_id for record in self._peers.values() if record.connected}
+
+    def there(self, peer_id: str, heard_at: float) -> bool | None:
+        """Whether a peer whose newest announcement came at `heard_at` is still there: True while it is connected, False
+        if it was so after that announcement and is no longer, None if nobody can tell."""
+        record = self._peers.get(peer_id)
+        if record is not None and record.connected:
+            return True
+        return False if record is not None and record.last_seen > heard_at else None
 
     def counts(self) -> dict[str, int]:
         """How many of the connected peers were found which way."""
@@ -219,5 +232,5 @@ def load_peers(path: Path) -> tuple[list[PeerRecord], str | None]:
     except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
         return [], f"{path}: the peers of earlier runs are not used: {error}. The file will be written anew."
     for record in content.peers:
-        del record.addresses[MAX_SAVED_ADDRESSES:]
+        record.addresses = [address for address in record.addresses if is_multiaddr(address)][:MAX_SAVED_ADDRESSES]
     return content.peers[:MAX_SAVED], None

@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from sapo_node.swarm import dnsaddr
-from sapo_node.swarm.bootstrap import Attempts, Result, peer_id_of
+from sapo_node.swarm.addresses import in_turn, peer_id_of, reach
+from sapo_node.swarm.bootstrap import Attempts, Result
 from sapo_node.swarm.dnsaddr import Lookup, LookupFailed
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError
@@ -42,7 +43,9 @@ CALL_SECONDS: Final = 60.0
 """An announcement in the public network takes half a minute at times."""
 
 MAX_FOUND: Final = 20
-MAX_ADDRESSES_EACH: Final = 2
+MAX_ADDRESSES_EACH: Final = 4
+"""Of a peer found: its outside address, a second one by IPv6, and two in a network that both may be in."""
+
 MAX_ENTRANCES: Final = 32
 
 
@@ -104,6 +107,8 @@ class Rendezvous:
         rng = rng if rng is not None else random.Random()
         self._rng = rng
         self._attempts = Attempts(network.peer_id, rng)
+        self._failed: dict[str, str] = {}  # entrances, and why the newest attempt at each led nowhere
+        self._told = False
         self._schedule = Schedule(rng)
         self._held: set[str] = {peer_id_of(address) for address in entrances} - {""}  # peer ids of entrances
 
@@ -129,23 +134,31 @@ class Rendezvous:
             return False
         missing = ENTRANCES - len(self._held & connected)
         addresses = self._rng.sample(self._entrances, len(self._entrances)) if missing > 0 else []
-        due = self._attempts.due(time.monotonic(), connected, addresses)[: max(0, missing)]
+        due = self._attempts.due(time.monotonic(), connected, dict.fromkeys(addresses, ""))[: max(0, missing)]
         reached = await asyncio.gather(*map(self._dial, due))
-        return any(reached) or bool(self._held & connected)
+        inside = any(reached) or bool(self._held & connected)
+        shut = not inside and len(self._failed) == len(set(self._entrances))
+        if shut and not self._told:
+            reason = next(iter(self._failed.values()))
+            log.warning("swarm.rendezvous: no entrance answers (%s); all are tried again in a while.", reason)
+        self._told = shut
+        return inside
 
     async def _dial(self, address: str) -> bool:
         """Dial one entrance, by any of the addresses that its name stands for."""
+        named = address.startswith("/dnsaddr/")
         try:
-            given = await dnsaddr.resolve(address, self._lookup) if address.startswith("/dnsaddr/") else [address]
+            given = await dnsaddr.resolve(address, self._lookup) if named else [address]
         except LookupFailed as failure:
-            log.debug("an entrance of the rendezvous cannot be resolved: %s", failure)
+            self._failed[address] = f"{address} cannot be resolved: {failure}"
             given = []
         for one in given[:MAX_ENTRANCES]:
             try:
-                self._held.add(await self._network.connect(one))
+                self._held.add(await self._network.connect(one, strange=named))
             except NetworkError as error:
-                log.debug("an entrance of the rendezvous does not answer: %s", error)
+                self._failed[address] = str(error)
                 continue
+            self._failed.pop(address, None)
             self._attempts.report(address, Result.CONNECTED, time.monotonic(), lonely=True)
             return True
         self._attempts.report(address, Result.UNREACHABLE, time.monotonic(), lonely=True)
@@ -173,4 +186,5 @@ class Rendezvous:
             found = []
         self._schedule.searched(time.monotonic(), lonely)
         if found:
-            self._met([f"{a}/p2p/{peer}" for peer, given in found for a in given[:MAX_ADDRESSES_EACH]])
+            nearest_last = ((peer, sorted(given, key=reach)[:MAX_ADDRESSES_EACH]) for peer, given in found)
+            self._met(in_turn([f"{address}/p2p/{peer}" for address in given] for peer, given in nearest_last))

@@ -22,7 +22,7 @@ from sapo_node.rollouts.schema import Batch, Group, ModelCard
 from sapo_node.swarm.bootstrap import Bootstrap, JoinState, Outcome, Result
 from sapo_node.swarm.candidates import Candidates, public_peers
 from sapo_node.swarm.dht import SwarmDHT
-from sapo_node.swarm.discovery import REWRITE_SECONDS
+from sapo_node.swarm.discovery import RECORD_SECONDS, REWRITE_SECONDS
 from sapo_node.swarm.exchange import Exchange, ExchangeStats
 from sapo_node.swarm.hello import Greeter
 from sapo_node.swarm.outbox import Outbox
@@ -37,6 +37,8 @@ log = structlog.get_logger(__name__)
 FIRST_PAUSE_SECONDS: Final = 1.0
 LONGEST_PAUSE_SECONDS: Final = 60.0
 SAVE_PEERS_SECONDS: Final = 10.0  # `sapo-node peers` reads what is saved
+SAVE_NEWS_SECONDS: Final = 2.0  # once others are connected than before
+MAX_UNREACHED: Final = 8
 DENY_SECONDS: Final = 1.0  # between two looks at who is unwelcome
 PUBLISH_SECONDS: Final = 0.05  # between two looks at what waits to leave
 ADDRESS_SECONDS: Final = 2.0  # between two looks at our own addresses: a router may give us new ones
@@ -60,12 +62,23 @@ class SwarmService:
         self.stats = ExchangeStats()
         self.connections = 0
         self._exchange: Exchange | None = None
+        self._ways: Callable[[], list[str]] = list
         self._outbox = Outbox(REWRITE_SECONDS)
 
     @property
     def peers(self) -> int:
-        """Other nodes of this swarm with a fresh announcement."""
-        return len(self._exchange.peers_known()) if self._exchange is not None else 0
+        """Other nodes of this swarm that announced groups and are connected, or did so a short time ago and have not
+        gone since."""
+        if self._exchange is None:
+            return 0
+        since = time.time() - RECORD_SECONDS
+        heard = [(at >= since, self.book.there(peer_id, at)) for peer_id, at in self._exchange.heard().items()]
+        return sum(recent if there is None else there for recent, there in heard)
+
+    @property
+    def unreached(self) -> list[str]:
+        """Sentences on the owner's ways to join that lead nowhere now, at most MAX_UNREACHED."""
+        return self._ways()[:MAX_UNREACHED]
 
     def check_ports(self) -> None:
         """Raise SapoError for a port that another process listens on: p2pd would share it silently."""
@@ -167,6 +180,7 @@ class SwarmService:
             self.connections += 1
             candidates = Candidates(settings, self.book, log.warning)
             bootstrap = Bootstrap(network, dht, greeter, candidates, self.book, self._tell_outcome)
+            self._ways = lambda: [*candidates.faults, *bootstrap.unreached]
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._end_with_p2pd(network), name="p2pd")
                 group.create_task(self._deny_unwelcome(network), name="deny")
@@ -180,7 +194,7 @@ class SwarmService:
                     group.create_task(rendezvous.run(), name="rendezvous")
                 work(exchange, group)
         finally:
-            self._exchange = None
+            self._exchange, self._ways = None, list
             self.book.set_connected((), (), time.time())
             self.save_peers()
             if dht is not None:
@@ -225,7 +239,7 @@ class SwarmService:
             await asyncio.sleep(PUBLISH_SECONDS)
 
     def _tell_outcome(self, outcome: Outcome) -> None:
-        tell = log.info if outcome.result is Result.CONNECTED else log.warning
+        tell = log.info if outcome.result in (Result.CONNECTED, Result.ITSELF) else log.warning
         tell(outcome.message)
 
     async def _tell_addresses(self, network: Network) -> None:
@@ -241,9 +255,13 @@ class SwarmService:
             self.addresses = found
 
     async def _save_peers(self) -> None:
+        saved, saved_at = self.book.connected(), time.monotonic()
         while True:
-            await asyncio.sleep(SAVE_PEERS_SECONDS)
-            self.save_peers()
+            await asyncio.sleep(SAVE_NEWS_SECONDS)
+            connected = self.book.connected()
+            if connected != saved or time.monotonic() - saved_at >= SAVE_PEERS_SECONDS:
+                saved, saved_at = connected, time.monotonic()
+                self.save_peers()
 
     def save_peers(self) -> None:
         """Remember the peers met, for the next start."""

@@ -9,7 +9,7 @@ import pytest
 from sapo_node.commands import peers as command
 from sapo_node.datadir import DataDir
 from sapo_node.errors import SapoError
-from sapo_node.swarm.peers import Found, PeerBook, save_peers
+from sapo_node.swarm.peers import Found, PeerBook, PeerRecord, save_peers
 
 
 def met(folder: Path) -> DataDir:
@@ -51,3 +51,22 @@ def test_a_broken_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "peers.json").write_text("{")
     with pytest.raises(SapoError, match=r"peers\.json"):
         command.run(tmp_path, as_json=False)
+
+
+EVIL = "\x1b[2J\x1b]0;pwn\x07\x9b31m\u202e\nforged line"
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_no_peer_writes_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str], as_json: bool) -> None:
+    data, now = DataDir(tmp_path), time.time()
+    data.prepare()
+    record = PeerRecord(
+        peer_id=f"x{EVIL}", found=f"y{EVIL}", last_seen=now, addresses=[f"/dns4/{EVIL}", "/ip4/1.1.1.1"]
+    )
+    save_peers(data.peers, [record])
+    command.run(tmp_path, as_json=as_json)
+    out = capsys.readouterr().out
+    assert len(out.splitlines()) == (1 if as_json else 2)
+    assert out.replace("\n", "").isprintable()
+    assert "/dns4/" not in out
+    assert "/ip4/1.1.1.1" in out

@@ -153,3 +153,7 @@ def test_setting_up_twice_writes_each_line_once() -> None:
     log.setup("info", "json", stream)
     structlog.get_logger("sapo_node.test").info("once")
     assert stream.getvalue().count("once") == 1
+
+
+def test_what_is_printed_keeps_its_layout_and_loses_what_a_terminal_obeys() -> None:
+    assert log.harmless("a  b\n\t c\x1b[2J\x1b]0;pwn\x07\x9b31m\u202e\r") == "a  b\n\t c"

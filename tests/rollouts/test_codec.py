@@ -399,8 +399,12 @@ ANNOUNCEMENT_LIMITS = {
     ),
     "groups": ({"batches": [Listing(bytes(32), 500, 32, 1.0)]}, {"batches": [Listing(bytes(32), 500, 33, 1.0)]}),
     "digest": ({"batches": [Listing(bytes(32), 500, 1, 1.0)]}, {"batches": [Listing(bytes(31), 500, 1, 1.0)]}),
-    "addresses": ({"addresses": ["a"] * 8}, {"addresses": ["a"] * 9}),
-    "address": ({"addresses": ["a" * 128]}, {"addresses": ["a" * 129]}),
+    "addresses": ({"addresses": ["/a"] * 8}, {"addresses": ["/a"] * 9}),
+    "address": ({"addresses": [f"/{'a' * 127}"]}, {"addresses": [f"/{'a' * 128}"]}),
+    "address, slash": ({"addresses": ["/a"]}, {"addresses": ["a"]}),
+    "address, visible": ({"addresses": ["/~!"]}, {"addresses": ["/dns4/a\x1b[2J"]}),
+    "address, one line": ({"addresses": ["/a"]}, {"addresses": ["/a\n"]}),
+    "address, ASCII": ({"addresses": ["/a"]}, {"addresses": ["/a\u202e"]}),
     "roles": ({"roles": ["a"] * 8}, {"roles": ["a"] * 9}),
     "k": ({"k": 16}, {"k": 17}),
     "prefix": ({"k": 2, "prefix": 3}, {"k": 2, "prefix": 4}),
@@ -420,10 +424,10 @@ def test_an_announcement_is_valid_at_each_limit_and_refused_beyond_it(me: Identi
 
 
 def test_a_record_is_at_most_a_kibibyte(me: Identity) -> None:
-    spare = protocol.MAX_RECORD_BYTES - len(codec.encode_announcement(announcement(addresses=["a" * 100] * 6), me))
-    exact = announcement(addresses=["a" * 100] * 6, roles=["r" * 60] * (spare // 61))
+    spare = protocol.MAX_RECORD_BYTES - len(codec.encode_announcement(announcement(addresses=["/" * 100] * 6), me))
+    exact = announcement(addresses=["/" * 100] * 6, roles=["r" * 60] * (spare // 61))
     assert len(codec.encode_announcement(exact, me)) <= protocol.MAX_RECORD_BYTES
     with pytest.raises(Rejected, match="too large"):
-        codec.encode_announcement(announcement(addresses=["a" * 128] * 8), me)
+        codec.encode_announcement(announcement(addresses=["/" * 128] * 8), me)
     with pytest.raises(Rejected, match="too large"):
         codec.open_announcement(bytes(protocol.MAX_RECORD_BYTES + 1), SWARM)

@@ -31,37 +31,69 @@ def attempts() -> Attempts:
     return Attempts("me", random.Random(0))
 
 
+def listed(addresses: list[str], source: str = "one") -> dict[str, str]:
+    return dict.fromkeys(addresses, source)
+
+
 # Whom to dial when
 
 
 def test_all_addresses_are_dialled_side_by_side_in_their_order() -> None:
     given = [address(name) for name in "bca"]
-    assert attempts().due(0.0, [], given) == given
+    assert attempts().due(0.0, [], listed(given)) == given
 
 
 def test_a_node_does_not_dial_itself() -> None:
-    assert attempts().due(0.0, [], [address("me")]) == []
+    assert attempts().due(0.0, [], listed([address("me")])) == []
 
 
 def test_dials_in_flight_are_not_begun_again_and_count_against_the_bound() -> None:
     given = [address(f"p{i}") for i in range(20)]
     flying = given[:3]
-    assert attempts().due(0.0, [], given, flying) == given[3 : bootstrap.MAX_AT_ONCE]
+    assert attempts().due(0.0, [], listed(given), flying) == given[3 : bootstrap.MAX_AT_ONCE]
+
+
+def simulated(addresses: dict[str, str], wanted: str, seconds: float = 600.0) -> float:
+    """When `wanted` is dialled first, where every other address swallows each dial for ten seconds."""
+    a, ends, now = attempts(), dict[str, float](), 0.0
+    while now < seconds:
+        for done in [one for one, end in ends.items() if end <= now]:
+            del ends[done]
+            a.report(done, Result.UNREACHABLE, now, lonely=True)
+        for one in a.due(now, [], addresses, ends):
+            if one == wanted:
+                return now
+            ends[one] = now + 10.0
+        now += 1.0
+    raise AssertionError(f"not dialled within {seconds} s")
+
+
+def test_addresses_that_swallow_dials_keep_no_other_waiting_for_ever() -> None:
+    dead = [address(f"dead{i}") for i in range(64)]
+    assert simulated(listed([*dead, address("good")]), address("good")) <= 10.0 * (64 / bootstrap.MAX_AT_ONCE + 1)
+
+
+def test_each_source_has_its_share_of_the_dials() -> None:
+    mine = {address("mine"): "mine"}
+    dead = listed([address(f"dead{i}") for i in range(64)], "theirs")
+    assert simulated({**dead, **mine}, address("mine")) == 0.0
+    late = attempts().due(0.0, [], {**dead, **mine}, list(dead)[: bootstrap.MAX_AT_ONCE - 1])
+    assert late == [address("mine")]
 
 
 def test_a_node_with_company_dials_lost_peers_rarely() -> None:
     a, given = attempts(), [address("a"), address("b")]
-    assert a.due(0.0, ["b"], given) == [address("a")]
+    assert a.due(0.0, ["b"], listed(given)) == [address("a")]
     a.report(address("a"), Result.UNREACHABLE, 0.0, lonely=False)
-    assert a.due(100.0, ["b"], given) == []
-    assert a.due(451.0, ["b"], given) == [address("a")]
+    assert a.due(100.0, ["b"], listed(given)) == []
+    assert a.due(451.0, ["b"], listed(given)) == [address("a")]
 
 
 def test_a_peer_of_another_swarm_is_asked_again_only_rarely_also_by_a_lonely_node() -> None:
     a = attempts()
     a.report(address("a"), Result.OTHER_SWARM, 0.0, lonely=True)
-    assert a.due(100.0, [], [address("a")]) == []
-    assert a.due(451.0, [], [address("a")]) == [address("a")]
+    assert a.due(100.0, [], listed([address("a")])) == []
+    assert a.due(451.0, [], listed([address("a")])) == [address("a")]
 
 
 def test_pauses_double_up_to_a_bound_while_the_node_is_alone() -> None:
@@ -69,7 +101,7 @@ def test_pauses_double_up_to_a_bound_while_the_node_is_alone() -> None:
     for _ in range(12):
         a.report(address("a"), Result.UNREACHABLE, now, lonely=True)
         start = now
-        while not a.due(now, [], [address("a")]):
+        while not a.due(now, [], listed([address("a")])):
             now += 0.1
         pauses.append(now - start)
     assert 0.4 < pauses[0] < 1.7
@@ -80,9 +112,9 @@ def test_pauses_double_up_to_a_bound_while_the_node_is_alone() -> None:
 def test_a_node_that_lost_everyone_dials_at_once() -> None:
     a = attempts()
     a.report(address("a"), Result.CONNECTED, 0.0, lonely=False)
-    assert a.due(1.0, [], [address("a")]) == []
+    assert a.due(1.0, [], listed([address("a")])) == []
     a.lost_everyone()
-    assert a.due(1.0, [], [address("a")]) == [address("a")]
+    assert a.due(1.0, [], listed([address("a")])) == [address("a")]
 
 
 def test_each_outcome_is_news_once() -> None:
@@ -104,7 +136,7 @@ def test_each_outcome_is_news_once() -> None:
 def test_dials_and_memory_are_bounded() -> None:
     a = attempts()
     many = [address(f"p{i}") for i in range(1000)]
-    assert len(a.due(0.0, [], many)) == bootstrap.MAX_AT_ONCE
+    assert len(a.due(0.0, [], listed(many))) == bootstrap.MAX_AT_ONCE
     for one in many:
         a.report(one, Result.UNREACHABLE, 0.0, lonely=True)
     assert len(a._attempts) <= bootstrap.MAX_REMEMBERED
@@ -115,6 +147,23 @@ def test_the_reason_told_is_that_of_the_address_dialled() -> None:
     outcome = explain_failure(address("a"), reason)
     assert outcome.result is Result.UNREACHABLE
     assert "(refused)" in outcome.message
+
+
+def why(reason: str) -> str:
+    """What is told of an address for a reason in p2pd's words."""
+    return explain_failure(address("a"), f"connect: all dials failed * [/ip4/127.0.0.1/tcp/1] {reason}").message
+
+
+def test_a_connection_that_is_taken_is_no_silence() -> None:
+    negotiating = "failed to negotiate security protocol"
+    assert "takes connections but says nothing" in why(f"{negotiating}: context deadline exceeded")
+    assert "takes connections but does not speak libp2p (EOF)" in why(f"{negotiating}: EOF")
+    assert "does not answer" in why("dial tcp4 127.0.0.1:1: connect: connection refused")
+
+
+def test_a_name_without_an_entry_is_told() -> None:
+    outcome = explain_failure("/dns4/nowhere.test/tcp/1/p2p/a", "failed to dial: failed to dial a: no good addresses")
+    assert "its name has no DNS entry" in outcome.message
 
 
 # Real nodes
@@ -199,10 +248,12 @@ def test_a_dead_bootstrap_is_told_once_and_joined_when_it_appears(on_loopback: O
         await asyncio.sleep(4.0)
         assert [o.result for o in node.told] == [Result.UNREACHABLE]
         assert target in node.told[0].message
+        assert node.bootstrap.unreached == [node.told[0].message]
         await start(loopback, "a", [], listen=[f"/ip4/127.0.0.1/tcp/{port}"])
         await until(lambda: node.bootstrap.state is JoinState.JOINED, 40.0)
         assert node.bootstrap._dht.neighbours() == 1
         assert [o.result for o in node.told] == [Result.UNREACHABLE, Result.CONNECTED]
+        assert node.bootstrap.unreached == []
 
     on_loopback(body)
 
@@ -217,6 +268,22 @@ def test_a_wrong_peer_id_is_told_by_name(on_loopback: OnLoopback) -> None:
         assert "another key" in node.told[0].message
         assert other.peer_id in node.told[0].message
         await until(lambda: node.bootstrap.state is JoinState.ALONE, 3.0)
+
+    on_loopback(body)
+
+
+def test_an_address_with_the_nodes_own_peer_id_is_told_unless_it_is_its_own(on_loopback: OnLoopback) -> None:
+    async def body(loopback: Loopback) -> None:
+        other = await start(loopback, "a", [])
+        own = loopback.identity("b").peer_id
+        wrong = (await loopback.address_of(other.network)).replace(other.network.peer_id, own)
+        port = free_port()
+        listen = f"/ip4/127.0.0.1/tcp/{port}"
+        node = await start(loopback, "b", [wrong, f"{listen}/p2p/{own}"], listen=[listen])
+        await until(lambda: node.told, 5.0)
+        await asyncio.sleep(2 * bootstrap.CHECK_SECONDS)
+        assert [(o.address, o.result) for o in node.told] == [(wrong, Result.ITSELF)]
+        assert "own peer id" in node.bootstrap.unreached[0]
 
     on_loopback(body)
 
@@ -306,7 +373,7 @@ def test_a_black_hole_is_told_by_name_and_holds_nobody_up(on_loopback: OnLoopbac
             assert time.monotonic() - began < 5.0
             await until(lambda: len(node.told) == 2, 20.0)
             assert [o.result for o in node.told] == [Result.CONNECTED, Result.UNREACHABLE]
-            assert dead in node.told[1].message
+            assert f"{dead} takes connections but says nothing" in node.told[1].message
 
     on_loopback(body)
 

@@ -113,8 +113,10 @@ def test_a_name_that_fails_is_told_once_and_tried_again(monkeypatch: pytest.Monk
     running(made, lambda: time.monotonic() - began > 0.2)
     assert len(told) == 1
     assert "/dnsaddr/host cannot be resolved" in told[0]
+    assert made.faults == told
     names.known["_dnsaddr.host"] = [peer(1)]
     running(made, lambda: [c.found for c in made.current(lonely=False)] == [Found.DNS])
+    assert made.faults == []
 
 
 def test_wrong_lines_of_a_file_are_named_and_the_others_used(tmp_path: Path) -> None:
@@ -148,6 +150,13 @@ def test_a_broken_public_list_is_refused(text: str) -> None:
 
 def test_the_list_that_comes_with_the_program_can_be_read() -> None:
     assert public_peers("sapo") == []  # until somebody runs one
+
+
+def test_the_outside_address_of_an_earlier_peer_is_among_those_tried() -> None:
+    book = PeerBook()
+    inside = [f"/ip4/10.0.{i}.1/tcp/9" for i in range(5)]
+    book.saw("12D3KooWmet", [*inside, "/ip4/8.8.8.8/tcp/9"], time.time())
+    assert make(book).current(lonely=True)[0].address == "/ip4/8.8.8.8/tcp/9/p2p/12D3KooWmet"
 
 
 def test_a_peer_of_earlier_runs_is_tried_by_several_addresses_loopback_last() -> None:

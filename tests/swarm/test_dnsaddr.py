@@ -2,10 +2,13 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import dns.asyncresolver
 import dns.message
+import dns.rdatatype
+import dns.resolver
 import dns.rrset
 import pytest
 
@@ -107,6 +110,9 @@ def test_a_name_that_is_not_there_is_told() -> None:
 # A real name server
 
 
+HOST = {"A": "127.0.0.2", "AAAA": "::2"}
+
+
 class Server(asyncio.DatagramProtocol):
     """Answers TXT questions about one name from memory; says nothing about `silent`."""
 
@@ -124,10 +130,13 @@ class Server(asyncio.DatagramProtocol):
         answer = dns.message.make_response(query)
         if question.name.to_text() == "_dnsaddr.peers.test.":
             answer.answer.append(dns.rrset.from_text(question.name, 60, "IN", "TXT", *(f'"{t}"' for t in self.texts)))
+        kind = dns.rdatatype.to_text(question.rdtype)
+        if question.name.to_text() == "host.test." and kind in HOST:
+            answer.answer.append(dns.rrset.from_text(question.name, 60, "IN", kind, HOST[kind]))
         self.transport.sendto(answer.to_wire(), addr)
 
 
-def against(texts: list[str], body: Callable[[dnsaddr.Lookup], Awaitable[None]]) -> None:
+def against(texts: list[str], body: Callable[[dnsaddr.Lookup, int], Awaitable[None]]) -> None:
     async def main() -> None:
         loop = asyncio.get_running_loop()
         transport, _ = await loop.create_datagram_endpoint(lambda: Server(texts), local_addr=("127.0.0.1", 0))
@@ -135,10 +144,10 @@ def against(texts: list[str], body: Callable[[dnsaddr.Lookup], Awaitable[None]])
         resolver.nameservers, resolver.port = ["127.0.0.1"], transport.get_extra_info("sockname")[1]
 
         async def lookup(name: str) -> list[str]:
-            return await dnsaddr.ask(resolver, name)
+            return dnsaddr.texts(await dnsaddr.ask(resolver, name, "TXT"))
 
         try:
-            await body(lookup)
+            await body(lookup, resolver.port)
         finally:
             transport.close()
 
@@ -146,7 +155,7 @@ def against(texts: list[str], body: Callable[[dnsaddr.Lookup], Awaitable[None]])
 
 
 def test_records_come_from_a_name_server() -> None:
-    async def body(lookup: dnsaddr.Lookup) -> None:
+    async def body(lookup: dnsaddr.Lookup, _: int) -> None:
         # a server may give its records in any order
         assert sorted(await resolve("/dnsaddr/peers.test", lookup)) == [peer(1), peer(2, B)]
 
@@ -154,7 +163,7 @@ def test_records_come_from_a_name_server() -> None:
 
 
 def test_a_name_without_records_is_told() -> None:
-    async def body(lookup: dnsaddr.Lookup) -> None:
+    async def body(lookup: dnsaddr.Lookup, _: int) -> None:
         with pytest.raises(LookupFailed, match=r"_dnsaddr\.other\.test"):
             await resolve("/dnsaddr/other.test", lookup)
 
@@ -164,8 +173,55 @@ def test_a_name_without_records_is_told() -> None:
 def test_a_name_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dnsaddr, "LOOKUP_SECONDS", 0.3)
 
-    async def body(lookup: dnsaddr.Lookup) -> None:
+    async def body(lookup: dnsaddr.Lookup, _: int) -> None:
         with pytest.raises(LookupFailed, match=r"_dnsaddr\.silent\.test"):
             await resolve("/dnsaddr/silent.test", lookup)
 
     against([], body)
+
+
+def configured(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """Make `file` the system's resolv.conf."""
+    read = dns.resolver.BaseResolver.read_resolv_conf
+    monkeypatch.setattr(dns.resolver.BaseResolver, "read_resolv_conf", lambda self, _: read(self, str(file)))
+
+
+@pytest.mark.parametrize("text", [None, "", "nameserver nonsense\n", b"\xff\xfe"])
+def test_a_system_without_name_servers_is_a_failed_lookup(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str | bytes | None
+) -> None:
+    file = tmp_path / "resolv.conf"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    configured(monkeypatch, file)
+    monkeypatch.setattr(dnsaddr, "LOOKUP_SECONDS", 0.3)
+    with pytest.raises(LookupFailed, match=r"_dnsaddr\.a\.test"):
+        asyncio.run(resolve("/dnsaddr/a.test"))
+
+
+def test_name_servers_that_are_named_later_are_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "resolv.conf"
+    configured(monkeypatch, file)
+
+    async def body(_: dnsaddr.Lookup, port: int) -> None:
+        with pytest.raises(LookupFailed):
+            await resolve("/dnsaddr/peers.test")
+        file.write_text("nameserver 127.0.0.1\n")
+        monkeypatch.setattr(dns.resolver.BaseResolver, "port", property(lambda _: port, lambda *_: None), raising=False)
+        assert await resolve("/dnsaddr/peers.test") == [peer(1)]
+
+    against([f"dnsaddr={peer(1)}"], body)
+
+
+def test_a_name_is_dialled_by_number() -> None:
+    found: list[list[str]] = []
+
+    async def body(_: dnsaddr.Lookup, port: int) -> None:
+        resolver = dns.asyncresolver.Resolver(configure=False)
+        resolver.nameservers, resolver.port = ["127.0.0.1"], port
+        for address in ("/dns/host.test/tcp/1", "/dns4/host.test/tcp/1", "/dns6/host.test/tcp/1", "/ip4/8.8.8.8/tcp/1"):
+            found.append(await dnsaddr.numeric(address, resolver))
+
+    against([], body)
+    four, six = "/ip4/127.0.0.2/tcp/1", "/ip6/::2/tcp/1"
+    assert found == [[four, six], [four], [six], ["/ip4/8.8.8.8/tcp/1"]]

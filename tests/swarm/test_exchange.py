@@ -15,6 +15,7 @@ from sapo_node.rollouts import codec
 from sapo_node.rollouts.schema import Announcement, Batch, Completion, Group, Listing, ModelCard, TaskRef
 from sapo_node.swarm import fetch, protocol
 from sapo_node.swarm.dht import SwarmDHT, shard_prefix
+from sapo_node.swarm.discovery import Shard
 from sapo_node.swarm.exchange import Exchange, Received
 from sapo_node.swarm.p2p import Network
 from tests.swarm.conftest import Loopback
@@ -155,6 +156,16 @@ def pushed(identity: Identity, prefix: int | None = None) -> bytes:
         batches=[],
     )
     return codec.encode_announcement(announcement, identity)
+
+
+def test_where_a_node_has_many_addresses_it_announces_those_that_lead_farthest(on_loopback: OnLoopback) -> None:
+    async def body(loopback: Loopback) -> None:
+        node = await join(loopback, "a", None)
+        inside = [f"/ip4/10.0.{i}.1/tcp/1" for i in range(protocol.MAX_ADDRESSES)]
+        data = node.exchange._sign(Shard(0, 0, 0), 0.0, [*inside, "/ip4/8.8.8.8/tcp/1"])
+        assert codec.open_announcement(data, SWARM)[1].addresses == ["/ip4/8.8.8.8/tcp/1", *inside[:-1]]
+
+    on_loopback(body)
 
 
 def test_a_hint_that_another_replays_does_not_hide_its_signer(on_loopback: OnLoopback) -> None:

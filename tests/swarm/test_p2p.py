@@ -8,13 +8,18 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from sapo_node.swarm import p2p, p2pd
-from sapo_node.swarm.p2p import NetworkError, PortInUse
+from sapo_node.swarm import dnsaddr, p2p, p2pd
+from sapo_node.swarm.p2p import LeadsInside, Network, NetworkError, PortInUse
+from tests.swarm.conftest import Loopback
+
+OnLoopback = Callable[[Callable[[Loopback], Awaitable[None]]], None]
 
 PROTOCOL = "/sapo-test/1/echo"
 
@@ -482,3 +487,70 @@ def test_node_killed_with_9_leaves_no_p2pd(tmp_path: Path) -> None:
         while not gone(pid) and time.monotonic() < deadline:
             time.sleep(0.02)
         assert gone(pid)
+
+
+# Addresses that strangers chose
+
+
+async def knocks(ask: Callable[[str], Awaitable[object]]) -> int:
+    """How many connections a port of 127.0.0.1 takes while a stranger's address of it is used."""
+    taken = 0
+
+    def count(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal taken
+        taken += 1
+        writer.close()
+
+    server = await asyncio.start_server(count, "127.0.0.1", 0)
+    with suppress(NetworkError):  # nobody speaks libp2p there
+        await ask(f"/ip4/127.0.0.1/tcp/{server.sockets[0].getsockname()[1]}")
+    server.close()
+    return taken
+
+
+def reached_from_outside(network: Network) -> None:
+    """Let a node on loopback believe that it is in the internet."""
+    network._own = ["/ip4/8.8.8.8/tcp/1", "/ip4/127.0.0.1/tcp/1"]
+    network._listens = []
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_stranger_leads_a_node_to_loopback_only_where_it_is_reached_there_alone(
+    on_loopback: OnLoopback, outside: bool
+) -> None:
+    async def body(loopback: Loopback) -> None:
+        a, x = await loopback.start("a"), loopback.identity("x").peer_id
+        if outside:
+            reached_from_outside(a)
+        assert await knocks(lambda address: a.connect(f"{address}/p2p/{x}", strange=True)) == (not outside)
+        y = loopback.identity("y").peer_id
+        assert await knocks(lambda address: a.open_stream(y, PROTOCOL, [address])) == (not outside)
+
+    on_loopback(body)
+
+
+def test_an_address_of_the_owner_is_followed_anywhere(on_loopback: OnLoopback) -> None:
+    async def body(loopback: Loopback) -> None:
+        a, x = await loopback.start("a"), loopback.identity("x").peer_id
+        reached_from_outside(a)
+        assert await knocks(lambda address: a.connect(f"{address}/p2p/{x}")) == 1
+
+    on_loopback(body)
+
+
+def test_a_strangers_name_leads_no_farther_than_its_number(
+    on_loopback: OnLoopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def numeric(address: str) -> list[str]:
+        return [address.replace("/dns4/inside.test", "/ip4/127.0.0.1")]
+
+    monkeypatch.setattr(dnsaddr, "numeric", numeric)
+
+    async def body(loopback: Loopback) -> None:
+        a, x = await loopback.start("a"), loopback.identity("x").peer_id
+        reached_from_outside(a)
+        for address in ("/dns4/inside.test/tcp/1", "/dnsaddr/elsewhere.test"):
+            with pytest.raises(LeadsInside):
+                await a.connect(f"{address}/p2p/{x}", strange=True)
+
+    on_loopback(body)

@@ -174,3 +174,23 @@ def test_that_others_know_a_peer_too_is_no_news_of_how_it_was_met() -> None:
     book.saw("a", [], 1.0)
     book.set_connected({"a"}, {"a"}, 2.0)
     assert book.counts() == {Found.INBOUND: 1}
+
+
+def test_a_peer_that_was_connected_after_its_announcement_and_is_no_longer_has_left() -> None:
+    book = PeerBook()
+    book.saw("a", [], now=10.0)
+    assert book.there("a", heard_at=10.0) is None
+    book.set_connected({"a"}, (), now=11.0)
+    assert book.there("a", heard_at=10.0) is True
+    book.set_connected((), (), now=12.0)
+    assert book.there("a", heard_at=10.0) is False
+    book.saw("a", [], now=13.0)  # announced again: it lives, though not connected to this node
+    assert book.there("a", heard_at=13.0) is None
+
+
+def test_addresses_of_a_file_that_are_none_are_left_out(tmp_path: Path) -> None:
+    book = PeerBook()
+    book.saw("a", ["/ip4/1.1.1.1/tcp/1", "/dns4/\x1b[2J", "nonsense"], now=1.0)
+    save_peers(tmp_path / "peers.json", book.to_save(1.0))
+    records, _ = load_peers(tmp_path / "peers.json")
+    assert records[0].addresses == ["/ip4/1.1.1.1/tcp/1"]

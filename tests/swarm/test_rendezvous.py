@@ -5,10 +5,11 @@ import random
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import cast
 
 import pytest
 
-from sapo_node.swarm import rendezvous
+from sapo_node.swarm import bootstrap, rendezvous
 from sapo_node.swarm.dnsaddr import LookupFailed
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError
@@ -158,6 +159,38 @@ def test_without_an_entrance_nothing_is_announced_and_nothing_raised(
         assert a.rendezvous.provided == 0
 
     on_loopback(body)
+
+
+def test_that_no_entrance_answers_is_told_once_and_by_name(
+    on_loopback: OnLoopback, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "CHECK_SECONDS", 0.1)
+    monkeypatch.setattr(bootstrap, "FIRST_PAUSE_SECONDS", 0.1)
+
+    async def body(loopback: Loopback) -> None:
+        a = await guest(loopback, "a", [f"/dnsaddr/{name}.test/p2p/{loopback.identity('x').peer_id}" for name in "abc"])
+        await until(lambda: len(a.rendezvous._failed) == 3)
+        await asyncio.sleep(1.0)
+
+    on_loopback(body)
+    (told,) = [record.getMessage() for record in caplog.records if "no entrance answers" in record.getMessage()]
+    assert "cannot be resolved: _dnsaddr." in told
+
+
+def test_what_leads_farthest_is_met_first_and_every_peer_has_its_turn() -> None:
+    inside = [f"/ip4/10.0.{i}.1/tcp/9" for i in range(7)]
+
+    class Providers:
+        peer_id = "me"
+
+        async def find_providers(self, *_: object) -> list[tuple[str, list[str]]]:
+            return [("a", [*inside, "/ip4/8.8.8.8/tcp/9"]), ("b", ["/ip4/127.0.0.1/tcp/9", "/ip4/9.9.9.9/tcp/9"])]
+
+    met: list[str] = []
+    made = Rendezvous(cast(Network, Providers()), "test", [], met.extend, lambda: True, no_names)
+    asyncio.run(made._find(lonely=True))
+    assert met[:2] == ["/ip4/8.8.8.8/tcp/9/p2p/a", "/ip4/9.9.9.9/tcp/9/p2p/b"]
+    assert len(met) == rendezvous.MAX_ADDRESSES_EACH + 2
 
 
 def test_a_guest_does_not_serve_the_public_dht(on_loopback: OnLoopback) -> None:

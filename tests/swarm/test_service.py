@@ -8,13 +8,14 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from sapo_node.config import NodeConfig
 from sapo_node.datadir import DataDir
 from sapo_node.errors import SapoError
+from sapo_node.identity import Identity
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.schema import ModelCard
 from sapo_node.swarm import service as service_module
@@ -122,3 +123,55 @@ def test_a_shunned_peer_gets_no_answer_in_the_dht(on_loopback: OnLoopback) -> No
                     await asyncio.sleep(0.1)
 
     on_loopback(body)
+
+
+class Heard:
+    """An exchange that heard of one peer some time ago."""
+
+    def __init__(self, ago: float) -> None:
+        self.at = time.time() - ago
+
+    def heard(self) -> dict[str, float]:
+        return {"a": self.at}
+
+
+def idle(folder: Path) -> SwarmService:
+    data = DataDir(folder)
+    data.prepare()
+    config = NodeConfig.model_validate({"node": {"data_dir": folder}})
+    return SwarmService(config, Identity.load_or_create(data.key), data)
+
+
+@pytest.mark.parametrize(("ago", "counted"), [(10.0, 1), (service_module.RECORD_SECONDS + 1.0, 0)])
+def test_a_peer_that_was_never_connected_counts_while_its_announcement_lives(
+    tmp_path: Path, ago: float, counted: int
+) -> None:
+    service = idle(tmp_path)
+    service._exchange = cast(Exchange, Heard(ago))
+    assert service.peers == counted
+
+
+def test_a_peer_that_goes_counts_no_longer_at_once(tmp_path: Path) -> None:
+    service = idle(tmp_path)
+    service._exchange = cast(Exchange, Heard(100.0))
+    service.book.set_connected({"a"}, (), time.time())
+    assert service.peers == 1
+    service.book.set_connected((), (), time.time())
+    assert service.peers == 0
+
+
+def test_whom_a_node_meets_is_written_down_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service_module, "SAVE_NEWS_SECONDS", 0.05)
+    service = idle(tmp_path)
+    writes: list[int] = []
+    monkeypatch.setattr(service, "save_peers", lambda: writes.append(len(service.book.connected())))
+
+    async def body() -> None:
+        saving = asyncio.create_task(service._save_peers())
+        await asyncio.sleep(0.2)
+        service.book.set_connected({"a"}, (), time.time())
+        await asyncio.sleep(0.3)
+        saving.cancel()
+
+    asyncio.run(body())
+    assert writes == [1]
