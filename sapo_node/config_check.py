@@ -113,6 +113,9 @@ def _report_rule(layers: Layers, path: KeyPath, message: str) -> None:
     named = [(*path, *word.split(".")) for word in _WORDS.findall(message)]
     place = next((layers.values[name] for name in named if name in layers.values), None)
     origin = place or layers.origin(path)
+    if path and path[:-1] == origin.path and isinstance(path[-1], int):  # an entry of a list that was set as a whole
+        layers.complain(origin, origin.path, f"entry {path[-1] + 1}: {message}")
+        return
     # A rule names its settings itself, so the place is enough: the path would repeat or contradict one of them.
     layers.complain(Origin(origin.kind, origin.place, origin.mark), path, message)
 

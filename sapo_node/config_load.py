@@ -136,16 +136,16 @@ class Layers:
             raise ConfigError([line for _, line in ordered])
 
 
-def load(path: Path | None, env: Mapping[str, str], sets: Iterable[str] = ()) -> Loaded:
+def load(path: Path | None, env: Mapping[str, str], sets: Iterable[str] = (), base: Path | None = None) -> Loaded:
     """Settings from defaults, the file `path` (None: no file), the environment `env`, and `sets` ("a.b=value").
 
-    Relative paths among them start at the file's folder, or at the working directory where there is no file. Raises
-    ConfigError with all problems at once.
+    Relative paths among them start at `base`: without it at the file's folder, or at the working directory where there
+    is no file. Raises ConfigError with all problems at once.
     """
     from sapo_node import config_check
 
     layers = _layers(path, env, sets)
-    _anchor(layers.data, (path.parent if path else Path()).absolute())
+    _anchor(layers.data, (base or (path.parent if path else Path())).absolute())
     config = config_check.check(layers)
     origins = {dotted(name): layers.origin(name, key=True) for name in layers.values if len(name) == 2}
     return Loaded(config, origins, path)
@@ -284,6 +284,9 @@ def _anchor(data: dict[str, Any], base: Path) -> None:
     swarm = data.get("swarm")
     if isinstance(swarm, dict) and isinstance(peers := swarm.get("peers_file"), str):
         swarm["peers_file"] = resolved(peers)
+    inference = data.get("inference")
+    if isinstance(inference, dict) and isinstance(weights := inference.get("weights_dir"), str):
+        inference["weights_dir"] = resolved(weights)
     training = data.get("training")
     model = training.get("model") if isinstance(training, dict) else None
     if isinstance(model, str) and model.startswith(("./", "../", "~/")):

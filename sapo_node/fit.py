@@ -12,12 +12,15 @@ from typing import Any, Final, NamedTuple
 
 import structlog
 
+from sapo_node import feasible
 from sapo_node.config import InferenceSection, NodeConfig, TrainingSection
+from sapo_node.datadir import DataDir
 from sapo_node.errors import ConfigError
 from sapo_node.inference.choice import choose_engine
 from sapo_node.machine import Gpu, Machine, look
 from sapo_node.memory import GIB, Layout, Needs, Part, Place, gpu_share, needs, sequence_kv_bytes
-from sapo_node.model_shape import ModelShape, UnknownShape, folder_here, read_shape
+from sapo_node.model_shape import DamagedModel, ModelShape, UnknownShape, folder_here, missing, read_shape
+from sapo_node.training import checkpoint
 from sapo_node.workers import Refused
 
 log = structlog.get_logger(__name__)
@@ -37,7 +40,10 @@ class Fit:
     """What vLLM may take of its GPU; None without one."""
 
     notes: tuple[str, ...] = ()
-    """What its owner should be told once."""
+    """What its owner should be warned of."""
+
+    remarks: tuple[str, ...] = ()
+    """What is as it should be, and may surprise."""
 
 
 class Change(NamedTuple):
@@ -72,19 +78,24 @@ def layout_of(config: NodeConfig, machine: Machine) -> Layout:
 
 
 def check_start(config: NodeConfig, here: Machine) -> None:
-    """What a node does before it starts anything: refuse what cannot fit, and log what is needed.
+    """What a node does before it starts anything: refuse what cannot work or fit, and log what is needed.
 
-    Raises ConfigError for an engine that is not installed, and for a model on this machine that does not fit. A model
-    that is still to be downloaded is checked by `refuse_before_loading`.
+    Raises ConfigError for an engine that is not installed, for settings that cannot work here, and for a model on this
+    machine that does not fit or cannot be loaded. A model that is still to be downloaded is checked by
+    `refuse_before_loading`.
     """
     for note in here.notes:
         log.warning(note)
     fit = check_model(config, here)
+    if checkpoint.latest(DataDir(config.node.data_dir).checkpoints) is None:  # a node resumes without the first model
+        refuse_missing(config)
     if fit is None:
         log.info("the model is not on this machine yet: its memory is checked once it is", model=config.training.model)
         return
     for line in fit.notes:
         log.warning(line)
+    for line in fit.remarks:
+        log.info(line)
     if fit.needs is not None:
         log.info("memory", need_gib=float(_gib(fit.needs.total("memory"))), limit_gib=float(_gib(here.memory)))
 
@@ -94,6 +105,7 @@ def summary(config: NodeConfig, here: Machine) -> list[str]:
     chosen = choose_engine(config.inference.engine, here)
     lines = [f"Engine:   {chosen.engine}: {chosen.reason}"]
     fit = check_model(config, here)
+    refuse_missing(config)
     if fit is None:
         lines.append(f"Memory:   {config.training.model} is not on this machine yet; it is checked once it is")
     elif fit.needs is not None:
@@ -102,7 +114,13 @@ def summary(config: NodeConfig, here: Machine) -> list[str]:
             lines.append(f"Memory:   up to {_gib(fit.needs.total(place))} GiB are needed; {has}")
     if fit is not None and fit.gpu_memory_share is not None:
         lines.append(f"          vLLM may take a share of {fit.gpu_memory_share:.2f} of its GPU")
-    return lines + [f"Note:     {note}" for note in (*here.notes, *(fit.notes if fit else ()))]
+    return lines + [f"Note:     {note}" for note in (*here.notes, *((*fit.notes, *fit.remarks) if fit else ()))]
+
+
+def refuse_missing(config: NodeConfig) -> None:
+    """Raise ConfigError for a model whose folder is not there, or is not whole."""
+    if fault := missing(config.training.model):
+        raise ConfigError([f"training.model: {fault}"])
 
 
 def gpu_memory_share(config: NodeConfig, before: Machine) -> float | None:
@@ -117,15 +135,18 @@ def gpu_memory_share(config: NodeConfig, before: Machine) -> float | None:
 def check_model(config: NodeConfig, machine: Machine, nodes: int = 1) -> Fit | None:
     """Check a model that is on this machine; None: it is still to be downloaded, and is checked then.
 
-    `nodes` of them are to run here. Raises ConfigError with the arithmetic where they do not fit.
+    `nodes` of them are to run here. Raises ConfigError for what cannot work, and with the arithmetic where they do not
+    fit.
     """
-    layout_of(config, machine)  # what is asked for and not installed is told without the model too
+    layout = layout_of(config, machine)  # what is asked for and not installed is told without the model too
+    if problems := list(feasible.machine_problems(config, layout, machine)):
+        raise ConfigError(problems)
     folder = folder_here(config.training.model)
     return None if folder is None else check_folder(folder, config, machine, nodes)
 
 
 def check_folder(folder: Path, config: NodeConfig, machine: Machine, nodes: int = 1) -> Fit:
-    """Check the model in `folder`. Raises ConfigError with the arithmetic where it does not fit."""
+    """Check the model in `folder`. Raises ConfigError as `check` does."""
     try:
         shape = read_shape(folder)
     except UnknownShape as error:
@@ -136,18 +157,25 @@ def check_folder(folder: Path, config: NodeConfig, machine: Machine, nodes: int 
 def refuse_before_loading(folder: Path, training: TrainingSection, inference: InferenceSection) -> None:
     """Check a model that may just have been downloaded, in the policy worker, which knows two sections of the settings.
 
-    Raises Refused with the arithmetic where it does not fit.
+    Raises Refused where it is damaged, and with the arithmetic where it does not fit.
     """
     config = NodeConfig.model_construct(training=training, inference=inference)
     try:
-        check_folder(folder, config, look())
+        check(read_shape(folder), config, look())
     except ConfigError as error:
         raise Refused(str(error)) from error
+    except DamagedModel as error:
+        raise Refused(f"training.model: {error}") from error
+    except UnknownShape:
+        pass  # `check_start` told of an architecture whose sizes are not known
 
 
 def check(shape: ModelShape, config: NodeConfig, machine: Machine, nodes: int = 1) -> Fit:
-    """Check a model of this shape. Raises ConfigError with the arithmetic where it does not fit."""
+    """Check a model of this shape. Raises ConfigError for what it cannot do, and with the arithmetic where it does not
+    fit."""
     layout = layout_of(config, machine)
+    if impossible := list(feasible.model_problems(shape, config, layout)):
+        raise ConfigError(impossible)
     needed = needs(shape, config, layout)
     problems = _problems(shape, config, machine, nodes)
     if problems:
@@ -160,7 +188,8 @@ def check(shape: ModelShape, config: NodeConfig, machine: Machine, nodes: int = 
                 f"{_who(config, nodes)} may need {_gib(total)} GiB of {_called(place)}, of which {_gib(free)} GiB are "
                 "free now; other programs use the rest"
             )
-    return Fit(needed, _share(shape, config, layout, machine), tuple(notes))
+    remarks = tuple(feasible.remarks(shape, config, layout))
+    return Fit(needed, _share(shape, config, layout, machine), tuple(notes), remarks)
 
 
 # ---- refusing --------------------------------------------------------------------------------------------------------
@@ -220,7 +249,12 @@ def _vllm_problems(shape: ModelShape, config: NodeConfig, layout: Layout, machin
 def table(needed: Needs, place: Place, nodes: int = 1) -> list[str]:
     """The arithmetic at the worst moment, a line a part, in GiB."""
     parts = needed.at_peak(place)
-    while_ = {"always": "", "training": ", while training", "prompts": ", while reading prompts"}
+    while_ = {
+        "always": "",
+        "training": ", while training",
+        "prompts": ", while reading prompts",
+        "saving": ", while saving",
+    }
     times = f" x {nodes} nodes" if nodes > 1 else ""
     rows = [(part.name, _gib(part.size), part.how) for part in parts]
     end = f"at the worst moment{while_.get(needed.peak(place), ', while sampling')}"
@@ -337,6 +371,11 @@ KNOBS: Final = (
     ),
     _Knob("training.micro_batch_tokens", lambda c, m: _halves(c.training.micro_batch_tokens, LEAST_MICRO_BATCH), SAME),
     _Knob("inference.batch_completions", lambda c, m: _halves(c.inference.batch_completions, 1), SAME),
+    _Knob(
+        "training.gradient_checkpointing",
+        lambda c, m: iter([True] if not c.training.gradient_checkpointing and c.training.devices == 1 else []),
+        "results stay the same; a step takes about a third longer",
+    ),
     _Knob("inference.kv_cache_gib", _smaller_cache, "fewer completions run at once"),
     _Knob(
         "training.producer_gradients",
@@ -392,7 +431,7 @@ def _share(shape: ModelShape, config: NodeConfig, layout: Layout, machine: Machi
 
 def _engine_gpu(config: NodeConfig, layout: Layout, machine: Machine) -> Gpu | None:
     """The smallest GPU that vLLM uses; None where there are too few."""
-    first = 1 if layout.trainer_on_gpu and not layout.shared_gpu else 0
+    first = config.training.devices if layout.trainer_on_gpu and not layout.shared_gpu else 0
     used = machine.gpus[first : first + config.inference.tensor_parallel]
     return min(used, key=lambda gpu: gpu.total) if len(used) == config.inference.tensor_parallel else None
 
@@ -401,7 +440,7 @@ def _capacity(place: Place, machine: Machine, config: NodeConfig) -> int:
     if place == "memory":
         return machine.memory
     if place == "gpu":
-        return machine.gpus[0].total
+        return min(gpu.total for gpu in machine.gpus[: config.training.devices])
     gpu = _engine_gpu(config, layout_of(config, machine), machine)
     return gpu.total if gpu else 1 << 62  # too few GPUs: told elsewhere
 

@@ -22,7 +22,7 @@ GIB: Final = 1 << 30
 Place = Literal["memory", "gpu", "engine gpu"]
 """Main memory; the GPU of the trainer; a GPU that vLLM has for itself."""
 
-Phase = Literal["always", "training", "prompts", "sampling"]
+Phase = Literal["always", "training", "prompts", "sampling", "saving"]
 
 # The program itself, without a model. Proportional set size (Pss of /proc/PID/smaps_rollup), read while a node on the
 # embedded model (0.5 M parameters) trained and sampled on x86-64, rounded up: node 48 MiB, p2pd 61 (idle; 100 to 150
@@ -34,6 +34,7 @@ P2PD_BYTES: Final = 100 * MIB
 SCORER_BYTES: Final = 100 * MIB
 POLICY_BYTES: Final = 350 * MIB
 VLLM_BYTES: Final = 1530 * MIB
+VLLM_PART_BYTES: Final = 600 * MIB  # of that: the worker without its cache; each part of a split model has one
 VLLM_WEIGHT_COPIES: Final = 3
 """On a CPU: the weights, their packed form for its kernels, and what loading takes at its peak. With 44 M parameters
 its worker peaked at 402 MiB (2.4 x weights) above what it held then, and held 243 MiB beside its cache and program."""
@@ -127,11 +128,13 @@ def needs(shape: ModelShape, config: NodeConfig, layout: Layout) -> Needs:
 
 def _program(config: NodeConfig, layout: Layout) -> Iterator[Part]:
     scorers = config.tasks.scorers
-    size = NODE_BYTES + scorers * SCORER_BYTES + POLICY_BYTES + (P2PD_BYTES if config.swarm.enabled else 0)
+    ranks = config.training.devices
+    size = NODE_BYTES + scorers * SCORER_BYTES + ranks * POLICY_BYTES + (P2PD_BYTES if config.swarm.enabled else 0)
     yield Part("the program", f"node, network, {scorers} scorer(s), policy worker; measured", size, of_model=False)
     if layout.engine == "vllm":
-        yield Part("vLLM's processes", "measured", VLLM_BYTES, of_model=False)
-    users = int(layout.trainer_on_gpu) + int(layout.engine_on_gpu)
+        size = VLLM_BYTES + (config.inference.tensor_parallel - 1) * VLLM_PART_BYTES
+        yield Part("vLLM's processes", "measured", size, of_model=False)
+    users = ranks * int(layout.trainer_on_gpu) + int(layout.engine_on_gpu)
     if users:
         yield Part("CUDA in main memory", "assumed", users * CUDA_HOST_BYTES, of_model=False)
     if layout.trainer_on_gpu:
@@ -141,18 +144,32 @@ def _program(config: NodeConfig, layout: Layout) -> Iterator[Part]:
 def _trainer(shape: ModelShape, config: NodeConfig, layout: Layout) -> Iterator[Part]:
     place: Place = "gpu" if layout.trainer_on_gpu else "memory"
     width = _width(config)
-    weights = shape.params * width
+    settings, weights = config.training, shape.params * width
     of = f"{_count(shape.params)} parameters x {width} bytes"
-    yield Part("weights", of, weights, place)
-    yield Part("optimizer", "two moments a parameter", 2 * weights, place)
-    copies = 3 if config.training.producer_gradients else 1
+    over = settings.devices if layout.trainer_on_gpu else 1  # ranks on a CPU share its memory
+    yield Part("weights", of + _split(over), weights // over, place)
+    if settings.devices > 1:
+        yield from _gathered(shape, config, layout, place)
+    trained, learnt = shape.params, weights
+    if settings.lora_rank:
+        trained = adapter_numbers(shape, settings.lora_rank)
+        learnt = 4 * trained  # adapters are float32 whatever the weights are
+        of = f"{_count(trained)} numbers of adapters x 4 bytes (training.lora_rank)"
+        yield Part("adapters", of, learnt, place)
+        yield Part("weights with adapters", "for a checkpoint or vLLM", weights, place, "saving")
+    elif settings.kl_coef:
+        yield Part("reference", "a second copy of the weights (training.kl_coef)", weights, place)
+    moments = 2 * (trained if settings.optimizer == "adamw8bit" else learnt)
+    yield Part("optimizer", "two moments a parameter" + _split(over), moments // over, place)
+    copies = 3 if settings.producer_gradients else 1
     why = f" x {copies} (training.producer_gradients)" if copies > 1 else ""
-    yield Part("gradients", of + why, copies * weights, place, "training")
-    tokens = training_tokens(config, shape)
+    yield Part("gradients", of + why + _split(over), copies * learnt // over, place, "training")
+    tokens = training_tokens(config, shape) * (settings.devices // over)
+    kept = (checkpointed_bytes if settings.gradient_checkpointing else activation_bytes)(shape, width)
     yield Part(
         "activations",
-        f"{tokens} tokens x {_count(activation_bytes(shape, width))}B (training.micro_batch_tokens)",
-        tokens * activation_bytes(shape, width) + tokens * min(tokens, MAX_PACKED_TOKENS) * (width + 2),
+        f"{tokens} tokens x {_count(kept)}B (training.micro_batch_tokens)",
+        tokens * kept + tokens * min(tokens, MAX_PACKED_TOKENS) * (width + 2),
         place,
         "training",
     )
@@ -164,16 +181,36 @@ def _trainer(shape: ModelShape, config: NodeConfig, layout: Layout) -> Iterator[
     if layout.engine == "transformers":
         yield from _sampling(shape, config, place)
     if layout.trainer_on_gpu:  # weights are loaded there first; checkpoints pass through
-        yield Part("weights on their way", "moments of a checkpoint", 2 * weights)
+        how = "moments of a checkpoint" if over == 1 else "each rank loads all of them first"
+        yield Part("weights on their way", how, max(over * weights, moments))
     if layout.trainer_on_gpu and layout.shared_gpu and config.inference.weight_transfer == "ipc":
         yield Part("weights for vLLM", "a copy on the GPU (ipc)", weights, "gpu")
+
+
+def _gathered(shape: ModelShape, config: NodeConfig, layout: Layout, place: Place) -> Iterator[Part]:
+    """What a device of several holds of the others' weights; on a CPU all ranks' copies are in one memory."""
+    width, copies = _width(config), 1 if layout.trainer_on_gpu else config.training.devices
+    weights = copies * shape.params * width
+    phases: tuple[Phase, ...] = ("sampling", "prompts", "saving") if layout.engine == "transformers" else ("saving",)
+    for phase in phases:
+        yield Part("whole weights", "gathered for it (training.devices)", weights, place, phase)
+    ends = shape.vocabulary * shape.hidden  # embeddings and output layer, if they are one; else both count as a block
+    used = ends + 2 * (max(0, shape.params - ends) // shape.layers)
+    yield Part("weights in use", "output layer and two blocks", copies * used * width, place, "training")
+
+
+def _split(over: int) -> str:
+    return f", split over {over}" if over > 1 else ""
 
 
 def _sampling(shape: ModelShape, config: NodeConfig, place: Place) -> Iterator[Part]:
     """The transformers engine, beside the weights."""
     settings, width = config.inference, _width(config)
     rows = settings.batch_completions
-    prompt, length = settings.max_prompt_tokens, sequence_tokens(config, shape)
+    prompt, completion = (
+        min(tokens, shape.positions - 1) for tokens in (settings.max_prompt_tokens, settings.max_completion_tokens)
+    )
+    length = prompt + completion  # also beyond the positions: short prompts are padded to the longest
     kv = shape.kv_numbers * width
     cache = rows * length * kv
     yield Part(
@@ -185,7 +222,7 @@ def _sampling(shape: ModelShape, config: NodeConfig, place: Place) -> Iterator[P
     )
     drawing = f"{rows} x {shape.vocabulary} logits x {DRAW_BYTES} bytes"
     yield Part("drawing tokens", drawing, rows * shape.vocabulary * DRAW_BYTES, place, "sampling")
-    prompts = min(prompt, length) * rows  # one completion a question, as in an evaluation
+    prompts = prompt * rows  # one completion a question, as in an evaluation
     one = (3 * shape.inner + 3 * shape.hidden + shape.attention) * width + kv
     yield Part("reading prompts", f"{prompts} tokens x {_count(one)}B", prompts * one, place, "prompts")
 
@@ -203,8 +240,9 @@ def _engine(shape: ModelShape, config: NodeConfig, layout: Layout) -> Iterator[P
         how = f"{VLLM_WEIGHT_COPIES} x weights: as loaded, as packed, while loading"
         yield Part("vLLM: weights", how, VLLM_WEIGHT_COPIES * weights)
         settings = config.inference
-        how = "inference.kv_cache_gib"
-        yield Part("vLLM: key-value cache", how, int(settings.kv_cache_gib * GIB), of_model=False)
+        parts = settings.tensor_parallel
+        how = "inference.kv_cache_gib" + (f" x {parts} (inference.tensor_parallel)" if parts > 1 else "")
+        yield Part("vLLM: key-value cache", how, int(parts * settings.kv_cache_gib * GIB), of_model=False)
         yield Part("vLLM: buffers", "logits of its rows", vllm_buffer_bytes(shape, config))
         return
     place: Place = "gpu" if layout.shared_gpu else "engine gpu"
@@ -223,9 +261,30 @@ def _engine(shape: ModelShape, config: NodeConfig, layout: Layout) -> Iterator[P
 
 def activation_bytes(shape: ModelShape, width: int) -> int:
     """Bytes kept for the backward pass a token, with one layer's worth of gradients passing through."""
+    return (shape.layers + 1) * _layer_bytes(shape, width)
+
+
+def checkpointed_bytes(shape: ModelShape, width: int) -> int:
+    """The same with `training.gradient_checkpointing`: inputs of all layers; one of them computed again, its gradients.
+
+    What lies before and behind the layers (embeddings, the last norm, hidden states for the output layer) counts as
+    another layer.
+    """
+    return shape.layers * shape.hidden * width + 3 * _layer_bytes(shape, width)
+
+
+def _layer_bytes(shape: ModelShape, width: int) -> int:
     inner = (GATED_COPIES if shape.gated else UNGATED_COPIES) * shape.inner
     norms = NORM_COPIES * shape.hidden * 4  # norms compute in float32 whatever the weights are
-    return (shape.layers + 1) * (norms + (ATTENTION_COPIES * shape.attention + inner) * width)
+    return norms + (ATTENTION_COPIES * shape.attention + inner) * width
+
+
+def adapter_numbers(shape: ModelShape, rank: int) -> int:
+    """Numbers in low-rank adapters of all linear layers but the output layer (training/adapters.py); at most."""
+    keys = shape.kv_heads * shape.head_dim
+    attention = 2 * (shape.hidden + shape.attention) + 2 * (shape.hidden + keys)
+    forward = (3 if shape.gated else 2) * (shape.hidden + shape.inner)
+    return rank * shape.layers * (attention + forward)
 
 
 def training_tokens(config: NodeConfig, shape: ModelShape) -> int:

@@ -1,11 +1,14 @@
 """The sizes of a model, read from its folder without loading it.
 
-`config.json` gives the dimensions, the headers of its safetensors files the number of parameters. Neither torch nor
-transformers is imported.
+`config.json` gives the dimensions, the headers of its safetensors files the number of parameters. Where there are no
+weights yet, the dimensions alone tell the number for the usual architectures. Neither torch nor transformers is
+imported. A folder may come from a stranger: every number is bounded, and only regular files in it are opened.
 """
 
 import json
 import math
+import os
+import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -16,9 +19,12 @@ import sapo_node
 
 EMBEDDED: Final = ("demo", "benchmark")
 MAX_JSON_BYTES: Final = 64 << 20  # an index of a very large model has a few MB
+MAX_SIZE: Final = 1 << 32  # of one dimension; the largest are vocabularies and positions of a few million
+MAX_NUMBERS: Final = 1 << 48  # in one tensor: 1 PB
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 HEADS: Final = ("lm_head.weight", "embed_out.weight")  # output layers as architectures call them
+TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 NAMES: Final = {
     "hidden": ("hidden_size", "n_embd", "d_model"),
@@ -32,9 +38,25 @@ NAMES: Final = {
 }
 """What families of models call the same dimension in config.json."""
 
+EXPERTS: Final = ("num_local_experts", "num_experts")
+
+GATED: Final = (
+    *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text"),
+    *("phi3", "olmo", "olmo2", "olmo3", "olmoe", "smollm3", "granite", "cohere", "cohere2", "seed_oss"),
+)
+UNGATED: Final = ("gpt2", "gpt_neox", "gptj", "opt", "phi", "starcoder2", "codegen")
+"""`model_type` of the architectures whose parameters follow from their dimensions, by their feed-forward layer."""
+
+TIED: Final = ("gemma", "gemma2", "gemma3_text", "gpt2", "opt", "cohere", "cohere2", "smollm3", "starcoder2")
+"""Those of them that tie embeddings and output layer unless config.json says otherwise."""
+
 
 class UnknownShape(Exception):
     """A model folder whose sizes cannot be read; the text says why."""
+
+
+class DamagedModel(UnknownShape):
+    """A folder that no program could load a model from; the text says what is wrong with which file."""
 
 
 @dataclass(frozen=True)
@@ -94,39 +116,96 @@ def folder_here(model: str) -> Path | None:
         found = try_to_load_from_cache(model, "config.json")
     except HFValidationError:
         return None
-    if not isinstance(found, str) or not _files(Path(found).parent):
+    if not isinstance(found, str):
         return None
-    return Path(found).parent
+    folder = Path(found).parent
+    return folder if _has_weights(folder) else None
+
+
+def missing(model: str) -> str | None:
+    """Why the model called so cannot be loaded, as far as its name and its folder tell; None where nothing is wrong.
+
+    A Hugging Face name is taken to exist.
+    """
+    path = Path(model).expanduser()
+    if model in EMBEDDED:
+        return None
+    if not path.is_dir():
+        if path.is_absolute() or model.startswith((".", "~")):
+            return f"there is no folder {path}"
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+            return None
+        return (
+            f"{model!r} is no embedded model ({', '.join(EMBEDDED)}), no folder here, and no Hugging Face name "
+            "(owner/model)"
+        )
+    if not (path / "config.json").is_file():
+        return f"{path} is no model folder: it has no config.json"
+    try:
+        read_shape(path)
+    except DamagedModel as error:
+        return str(error)
+    except UnknownShape:
+        pass  # an architecture of its own
+    if not _files(path):
+        return f"{path} has no complete {WEIGHTS}; only safetensors are opened, since pickled weights can run code"
+    if not any((path / name).is_file() for name in TOKENIZERS):
+        return f"{path} has no tokenizer ({TOKENIZERS[0]}); copy it from the model's source"
+    return None
 
 
 def read_shape(folder: Path) -> ModelShape:
-    """The sizes of the model in `folder`. Raises UnknownShape."""
+    """The sizes of the model in `folder`. Raises UnknownShape; where files are broken, DamagedModel."""
     config = _json(folder / "config.json")
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, dict) else config
-    counts = _parameters(folder)
     sizes = {key: _size(config, names) for key, names in NAMES.items()}
     hidden, layers, heads, vocabulary = (sizes[key] for key in ("hidden", "layers", "heads", "vocabulary"))
-    if not (hidden and layers and heads and vocabulary):
+    head_dim = sizes["head_dim"] or hidden // max(1, heads)
+    if not (hidden and layers and heads and vocabulary and head_dim):
         raise UnknownShape(f"{folder / 'config.json'} does not tell the usual dimensions")
-    params = sum(counts.values())
-    if config.get("tie_word_embeddings") and any(name in counts for name in HEADS):
-        params -= vocabulary * hidden  # stored twice, held once
-    return ModelShape(
-        params=params,
+    kind = str(config.get("model_type"))
+    tied = bool(config.get("tie_word_embeddings", kind in TIED))
+    shape = ModelShape(
+        params=0,
         layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=sizes["kv_heads"] or heads,
-        head_dim=sizes["head_dim"] or hidden // heads,
+        head_dim=head_dim,
         inner=_inner(config, sizes["inner"] or 4 * hidden),
         vocabulary=vocabulary,
         positions=sizes["positions"] or 1 << 30,
-        gated=any("gate" in name for name in counts),
+        gated=kind in GATED,
         changes_logits=any(
             config.get(key) not in (None, 0, 1) for key in ("final_logit_softcapping", "logit_scale", "logits_scaling")
         ),
     )
+    counts = _parameters(folder)
+    if not counts and kind not in (*GATED, *UNGATED):
+        raise UnknownShape(
+            f"{folder} has no complete {WEIGHTS}, and of {kind!r} config.json alone does not tell enough"
+        )
+    if not counts:
+        return replace(shape, params=_computed(shape, config, tied))
+    params = sum(counts.values())
+    if tied:
+        params -= sum(counts.get(name, 0) for name in HEADS)  # stored twice, held once
+    if params <= 0:
+        raise DamagedModel(f"the weights in {folder} hold no numbers")
+    return replace(shape, params=params, gated=any("gate" in name for name in counts))
+
+
+def _computed(shape: ModelShape, config: Mapping[str, Any], tied: bool) -> int:
+    """Parameters that follow from the dimensions: all matrices. Norms and biases are less than a hundredth."""
+    experts = _size(config, EXPERTS)
+    width = (_size(config, ("moe_intermediate_size",)) if experts else 0) or _size(config, NAMES["inner"])
+    forward = (3 if shape.gated else 2) * shape.hidden * (width or 4 * shape.hidden) * max(1, experts)
+    attention = 2 * shape.hidden * (shape.attention + shape.kv_heads * shape.head_dim)
+    rows = shape.vocabulary * (1 if tied else 2)
+    if config.get("model_type") in ("gpt2", "opt"):  # positions are learned
+        rows += shape.positions
+    return shape.layers * (forward + attention + experts * shape.hidden) + rows * shape.hidden
 
 
 def _inner(config: Mapping[str, Any], width: int) -> int:
@@ -136,25 +215,37 @@ def _inner(config: Mapping[str, Any], width: int) -> int:
 
 
 def _size(config: Mapping[str, Any], names: tuple[str, ...]) -> int:
-    """The first of these that is a positive number; 0 where none is."""
-    values = (config.get(name) for name in names)
-    return next((value for value in values if type(value) is int and value > 0), 0)
+    """The first of these that is a positive number; 0 where none is. Raises DamagedModel for one beyond any model."""
+    for name in names:
+        value = config.get(name)
+        if type(value) is int and value > 0:
+            if value > MAX_SIZE:
+                raise DamagedModel(f"the {name} in config.json is beyond that of any model (2^32)")
+            return value
+    return 0
 
 
 def _parameters(folder: Path) -> dict[str, int]:
-    """Numbers in each tensor, by its name, from the headers alone."""
-    files = _files(folder)
-    if not files:
-        raise UnknownShape(f"{folder} has no complete {WEIGHTS}")
+    """Numbers in each tensor, by its name, from the headers alone; empty without complete weights."""
     counts: dict[str, int] = {}
-    for file in files:
+    for file in _files(folder):
         try:
             counts |= {
-                name: math.prod(entry["shape"]) for name, entry in _header(file).items() if name != "__metadata__"
+                name: _numbers(entry["shape"]) for name, entry in _header(file).items() if name != "__metadata__"
             }
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, struct.error) as error:
-            raise UnknownShape(f"{file} is no safetensors file: {error}") from error
+        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError, struct.error) as error:
+            raise DamagedModel(f"{file} is no safetensors file: {error or type(error).__name__}") from error
     return counts
+
+
+def _numbers(shape: Any) -> int:
+    """How many numbers a tensor of this shape has. Raises ValueError for what is no shape."""
+    if not isinstance(shape, list) or any(type(size) is not int or not 0 <= size <= MAX_NUMBERS for size in shape):
+        raise ValueError("a tensor's shape is not made of sizes")
+    count = math.prod(shape)
+    if count > MAX_NUMBERS:
+        raise ValueError("a tensor is larger than any computer's memory")
+    return count
 
 
 def _header(file: Path) -> dict[str, Any]:
@@ -162,6 +253,8 @@ def _header(file: Path) -> dict[str, Any]:
 
     The library would give the same, but imports numpy, whose threads and 11 MB the node can do without.
     """
+    if not file.is_file():  # to open a pipe would wait for ever
+        raise ValueError("it is no regular file")
     with open(file, "rb") as stream:
         (length,) = struct.unpack("<Q", stream.read(8))
         if length > MAX_JSON_BYTES:
@@ -170,25 +263,39 @@ def _header(file: Path) -> dict[str, Any]:
     return header
 
 
+def _has_weights(folder: Path) -> bool:
+    try:
+        return bool(_files(folder))
+    except DamagedModel:
+        return True  # they are there; reading them says what is wrong
+
+
 def _files(folder: Path) -> list[Path]:
-    """The weight files; none where one of them is missing."""
+    """The weight files; none where one of them is missing. Raises DamagedModel for an index of something else."""
     files = [folder / WEIGHTS]
-    if not files[0].exists():
-        try:
-            index = _json(folder / INDEX).get("weight_map")
-        except UnknownShape:
+    if not os.path.lexists(files[0]):
+        file = folder / INDEX
+        if not os.path.lexists(file):
             return []
-        names = {name for name in index.values() if isinstance(name, str)} if isinstance(index, dict) else set()
-        files = [folder / name for name in sorted(names)]
-    return files if all(file.exists() for file in files) else []
+        index = _json(file).get("weight_map")
+        names = list(index.values()) if isinstance(index, dict) else []
+        if not names or any(not isinstance(name, str) or name != Path(name).name for name in names):
+            raise DamagedModel(f"{file} does not name the weight files beside it")
+        files = [folder / name for name in sorted(set(names))]
+    return files if all(map(os.path.exists, files)) else []
 
 
 def _json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises DamagedModel."""
     try:
+        if not file.is_file():
+            raise DamagedModel(f"{file} is missing, or no regular file")
         with open(file, "rb") as stream:
             value = json.loads(stream.read(MAX_JSON_BYTES))
+    except RecursionError as error:
+        raise DamagedModel(f"{file} cannot be read: it is nested too deeply") from error
     except (OSError, ValueError) as error:
-        raise UnknownShape(f"{file} cannot be read: {error}") from error
+        raise DamagedModel(f"{file} cannot be read: {error}") from error
     if not isinstance(value, dict):
-        raise UnknownShape(f"{file} holds no settings")
+        raise DamagedModel(f"{file} holds no settings")
     return value

@@ -6,9 +6,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from sapo_node.config import NodeConfig
+from sapo_node.config import InferenceSection, NodeConfig, TrainingSection
 from sapo_node.errors import ConfigError
-from sapo_node.fit import Change, alternatives, check, check_folder, check_model, largest_model
+from sapo_node.fit import (
+    Change,
+    alternatives,
+    check,
+    check_folder,
+    check_model,
+    check_start,
+    largest_model,
+    refuse_before_loading,
+)
 from sapo_node.machine import VLLM, Gpu, Machine
 from sapo_node.training.base import LoadRequest
 from sapo_node.training.policy_worker import PolicyWorker
@@ -166,6 +175,22 @@ def test_an_unknown_shape_is_told_and_not_refused(tmp_path: Path) -> None:
     found = check_folder(tmp_path, config(), made(1))
     assert found.needs is None
     assert "was not computed" in found.notes[0]
+
+
+def test_a_node_resumes_without_the_folder_it_started_from(tmp_path: Path) -> None:
+    settings = config(node={"data_dir": str(tmp_path)}, training={"model": str(tmp_path / "gone")})
+    with pytest.raises(ConfigError, match="there is no folder"):
+        check_start(settings, made(100))
+    (tmp_path / "checkpoints" / "step-000001").mkdir(parents=True)
+    (tmp_path / "checkpoints" / "step-000001" / "state.json").touch()
+    check_start(settings, made(100))
+
+
+def test_the_policy_worker_refuses_a_damaged_model_that_was_downloaded(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(Refused, match="nested too deeply"):
+        refuse_before_loading(tmp_path, TrainingSection(), InferenceSection())
 
 
 def test_the_policy_worker_refuses_what_was_downloaded_before_it_loads_it(tmp_path: Path) -> None:

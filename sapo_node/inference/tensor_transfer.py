@@ -12,6 +12,7 @@ the names that the model's state dict has; architectures whose files are named o
 """
 
 import math
+import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 from torch._C._distributed_c10d import TCPStore
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
+from sapo_node.training import adapters
+
 HOST: Final = "127.0.0.1"  # trainer and engine are processes of one node
 TIMEOUT: Final = timedelta(seconds=120)
 
@@ -31,8 +34,8 @@ them: `handle` (ipc), or `port` and `size` (nccl)."""
 
 
 def named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """The model's weights under the names of its state dict, tied ones once."""
-    return [(name, parameter.detach()) for name, parameter in model.named_parameters(remove_duplicate=True)]
+    """The model's weights under the names of its state dict, tied ones once, adapters added in."""
+    return list(adapters.weights(model))
 
 
 def _tensors(weights: list[tuple[str, Tensor]]) -> list[tuple[str, list[int], str]]:
@@ -60,7 +63,7 @@ class Sender:
             torch.cuda.synchronize()
             return description | {"handle": export_handle(self._buffer)}
         if self._store is None:
-            self._store = TCPStore(HOST, 0, self._size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+            self._store = _local_store(self._size)
         return description | {"port": self._store.port, "size": self._size}
 
     def send(self) -> None:
@@ -72,6 +75,21 @@ class Sender:
             self._group = process_group(self._store, 0, self._size, weights[0][1].device)
         for _, tensor in weights:
             self._group.broadcast(tensor.contiguous(), 0).wait()
+
+
+def _local_store(size: int) -> TCPStore:
+    """Where the group of `size` processes meets. Left to itself it would listen on every network of the machine."""
+    listener = socket.create_server((HOST, 0))
+    port = listener.getsockname()[1]
+    return TCPStore(
+        HOST,
+        port,
+        size,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=TIMEOUT,
+        master_listen_fd=listener.detach(),  # the store closes it
+    )
 
 
 class Receiver:

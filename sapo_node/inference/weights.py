@@ -2,7 +2,8 @@
 
 In memory (/dev/shm, a tmpfs on Linux) where there is room, since a disk would wear and wait; else in the data
 directory. The folder is ours alone, is emptied at the start, holds one version at a time, and goes when the node ends.
-What a node that was killed left behind is removed by its next start: the folder's name follows from the data directory.
+What a node that was killed left behind is removed by its next start: the folder's name follows from the data directory,
+also where containers share /dev/shm and call theirs alike.
 """
 
 import os
