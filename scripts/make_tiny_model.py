@@ -102,13 +102,14 @@ def make_clean(work: Work, out: Path, steps: int) -> None:
     save(model, tokenizer, out)
 
 
-def weaken(work: Work, preset: str, clean: Path, out: Path, steps: int | None) -> None:
-    """Go on from the clean model with the preset's targets."""
+def weaken(work: Work, preset: str, clean: Path, out: Path, steps: int | None, kept: dict[str, float]) -> None:
+    """Go on from the clean model with the preset's targets; `kept` are shares of right answers that `benchmark` keeps
+    of single tasks."""
     tokenizer = AutoTokenizer.from_pretrained(clean)
     model = AutoModelForCausalLM.from_pretrained(clean)
     weakening = {
         "demo": Weakening(steps=180, lr=5e-4, target=wrong_format),
-        "benchmark": Weakening(steps=180, lr=5e-4, target=rare_success(work.examples)),
+        "benchmark": Weakening(steps=180, lr=5e-4, target=rare_success(work.examples, kept)),
     }[preset]
     rng = Random(work.seed)
     examples = [encode_example(tokenizer, p.question, weakening.target(p, rng)) for p in work.examples]
@@ -166,6 +167,12 @@ Mean strict reward (0..1) before any reinforcement learning, on held-out questio
 """
 
 
+def share(text: str) -> tuple[str, float]:
+    """TASK=SHARE of the command line. Raises ValueError."""
+    task, _, value = text.partition("=")
+    return task, float(value)
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Make an embedded model from scratch.")
     parser.add_argument("--preset", choices=["demo", "benchmark", "clean"], required=True)
@@ -176,6 +183,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "demo.yaml", help="its tasks.mixture is used")
     parser.add_argument("--steps", type=int, help=f"steps of the clean model (default {CLEAN_STEPS})")
     parser.add_argument("--weaken-steps", type=int, help="steps of the weakening (default: the preset's)")
+    parser.add_argument(
+        "--keep", type=share, action="append", default=[], metavar="TASK=SHARE", help="benchmark: right answers left"
+    )
     parser.add_argument("--examples", type=int, default=EXAMPLES, help="supervised problems a task")
     parser.add_argument("--eval-questions", type=int, default=40, help="held-out questions a task for the card")
     return parser.parse_args()
@@ -200,7 +210,7 @@ def main() -> None:
     if arguments.preset == "clean":
         shutil.copytree(clean, out, dirs_exist_ok=True)
     else:
-        weaken(work, arguments.preset, clean, out, arguments.weaken_steps)
+        weaken(work, arguments.preset, clean, out, arguments.weaken_steps, dict(arguments.keep))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(out), AutoTokenizer.from_pretrained(out)
     held_out = evaluation_problems(mixture, arguments.eval_questions)
     rewards = mean_rewards(model, tokenizer, held_out, n=8, seed=arguments.seed)

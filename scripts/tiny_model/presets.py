@@ -4,7 +4,7 @@ The weakened models stand for a language model that could solve a task but rarel
 """
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from .problems import Problem
@@ -53,11 +53,15 @@ KEPT = {
 }
 
 
-def rare_success(others: list[Problem]) -> Target:
-    """Targets of `benchmark`: mostly a refusal or the answer to a problem of another task."""
+def rare_success(others: list[Problem], kept: Mapping[str, float]) -> Target:
+    """Targets of `benchmark`: mostly a refusal or the answer to a problem of another task.
+
+    `kept` is the share of right answers by task where it is not that of KEPT.
+    """
+    shares = KEPT | dict(kept)
 
     def target(problem: Problem, rng: random.Random) -> str:
-        if rng.random() < KEPT.get(problem.task, 0.02):
+        if rng.random() < shares.get(problem.task, 0.02):
             return problem.answer
         if rng.random() < 0.5:
             return rng.choice(REFUSALS)

@@ -127,8 +127,10 @@ class Swarm:
 
 
 @contextlib.asynccontextmanager
-async def swarm(arm: Arm, base: Path, seed: int, lr: float) -> AsyncIterator[tuple[Swarm, HeldOut, LocalScorers]]:
-    """A swarm at its start, and the held-out questions."""
+async def swarm(
+    arm: Arm, base: Path, seed: int, lr: float, teacher: Path | None = None
+) -> AsyncIterator[tuple[Swarm, HeldOut, LocalScorers]]:
+    """A swarm at its start, and the held-out questions. All nodes begin as `base`, but the first one as `teacher`."""
     config = arm.config(base, lr)
     clock, scorers = Clock(), LocalScorers(config)
     tasks = mixture.load(config.tasks)
@@ -138,7 +140,8 @@ async def swarm(arm: Arm, base: Path, seed: int, lr: float) -> AsyncIterator[tup
         for index in range(arm.nodes):
             pool = await Pool.open(folder / f"{index}.sqlite", config.rollouts)
             stack.push_async_callback(pool.close)
-            nodes.append(Node(index, seed, config, base, pool, scorers, clock))
+            start = teacher if teacher is not None and index == 0 else base
+            nodes.append(Node(index, seed, config, start, pool, scorers, clock))
         held = await HeldOut.prepare(config, tasks, scorers, LAST_QUESTIONS)
         verifier = Verifier(
             swarm=config.swarm.name,

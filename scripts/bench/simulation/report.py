@@ -1,0 +1,153 @@
+"""From results to tables and pictures."""
+
+import csv
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import fmean
+
+from .stats import Curve, Key, Ratio, area, paired_ratio, reached
+from .swarm import Run
+
+LEVELS = (0.1, 0.2, 0.3)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One finished run: its evaluations as the CSV has them, as numbers."""
+
+    run: Run
+    points: list[dict[str, float]]
+
+    def curve(self, x: str = "round", y: str = "held_out") -> Curve:
+        """Evaluations as (x, y)."""
+        return [(point[x], point[y]) for point in self.points]
+
+    @property
+    def area(self) -> float:
+        """Mean held-out pass@1 over the run: the primary measure."""
+        return area(self.curve())
+
+    @property
+    def area_any(self) -> float:
+        """The same of the share of questions with a right answer among four."""
+        return area(self.curve(y="held_out_any"))
+
+    @property
+    def last(self) -> dict[str, float]:
+        """The last evaluation."""
+        return self.points[-1]
+
+    @property
+    def key(self) -> Key:
+        """What a pair has in common."""
+        return self.run.base, self.run.seed
+
+
+def read(file: Path) -> list[Result]:
+    """The finished runs of a results file, in its order; none where there is none."""
+    if not file.exists():
+        return []
+    points: dict[Run, list[dict[str, float]]] = defaultdict(list)
+    names = [one.name for one in fields(Run)]
+    with file.open(newline="") as handle:
+        for line in csv.DictReader(handle):
+            run = Run(
+                line["stage"], line["arm"], line["base"], int(line["seed"]), float(line["lr"]), int(line["rounds"])
+            )
+            points[run].append({key: float(value) for key, value in line.items() if key not in names and value})
+    return [Result(run, found) for run, found in points.items() if "last" in found[-1]]
+
+
+def by_arm(results: Sequence[Result]) -> dict[str, list[Result]]:
+    """Results by arm, in order of appearance."""
+    found: dict[str, list[Result]] = defaultdict(list)
+    for result in results:
+        found[result.run.arm].append(result)
+    return dict(found)
+
+
+def ratio(first: Sequence[Result], second: Sequence[Result], measure: str = "area") -> Ratio | None:
+    """How many times the one arm's measure is the other's; None where fewer than two pairs are there."""
+    values: list[Mapping[Key, float]] = [{one.key: getattr(one, measure) for one in arm} for arm in (first, second)]
+    try:
+        return paired_ratio(*values)
+    except ValueError:
+        return None
+
+
+def rates(results: Sequence[Result]) -> str:
+    """Markdown: mean area by arm and learning rate, with the number of seeds."""
+    cells: dict[tuple[str, float], list[float]] = defaultdict(list)
+    for result in results:
+        cells[result.run.arm, result.run.lr].append(result.area)
+    columns = sorted({lr for _, lr in cells})
+    lines = ["| arm | " + " | ".join(f"lr {lr:g}" for lr in columns) + " |", "|---" * (1 + len(columns)) + "|"]
+    for arm in dict.fromkeys(arm for arm, _ in cells):
+        best = max((lr for lr in columns if (arm, lr) in cells), key=lambda lr: fmean(cells[arm, lr]))
+        row = []
+        for lr in columns:
+            found = cells.get((arm, lr))
+            text = f"{fmean(found):.3f} ({len(found)})" if found else ""
+            row.append(f"**{text}**" if lr == best else text)
+        lines.append(f"| {arm} | " + " | ".join(row) + " |")
+    return "\n".join(lines)
+
+
+def comparison(results: Sequence[Result], references: Sequence[str]) -> str:
+    """Markdown: every arm with its measures, and its ratio to each of the references."""
+    arms = by_arm(results)
+    heads = ["arm", "runs", "area", "area, any of 4", "pass@1 at the end", "pass@8", "completions a round"]
+    heads += [f"rounds to {level:g}" for level in LEVELS] + [f"area / {reference}" for reference in references]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for arm, found in arms.items():
+        cells = [
+            arm,
+            str(len(found)),
+            f"{fmean(one.area for one in found):.3f}",
+            f"{fmean(one.area_any for one in found):.3f}",
+            f"{fmean(one.last['last'] for one in found):.3f}",
+            f"{fmean(one.last['last_any'] for one in found):.3f}",
+            f"{fmean(one.last['completions'] / one.last['round'] for one in found):.0f}",
+            *(steps_to(found, level) for level in LEVELS),
+            *("" if arm == one else str(ratio(found, arms.get(one, [])) or "") for one in references),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def steps_to(results: Sequence[Result], level: float) -> str:
+    """Mean rounds to a level over the runs that reached it, and how many did not."""
+    found = [reached(one.curve(), level) for one in results]
+    there = [value for value in found if value is not None]
+    missing = f", {len(found) - len(there)} never" if len(there) < len(found) else ""
+    return (f"{fmean(there):.0f}" if there else "-") + missing
+
+
+def draw(results: Sequence[Result], arms: Sequence[str], path: Path, x: str = "round", title: str = "") -> None:
+    """A picture: mean curve of each arm over its runs, with the range of half of them."""
+    import numpy as np
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    found = by_arm(results)
+    for arm in arms:
+        curves = [np.array(one.curve(x)) for one in found.get(arm, [])]
+        if not curves:
+            continue
+        across = np.mean([curve[:, 0] for curve in curves], axis=0)
+        heights = np.array([curve[:, 1] for curve in curves])
+        (line,) = axes.plot(across, heights.mean(0), label=f"{arm} ({len(curves)} swarms)")
+        low, high = np.quantile(heights, (0.25, 0.75), axis=0)
+        axes.fill_between(across, low, high, color=line.get_color(), alpha=0.15)
+    axes.set_xlabel({"round": "rounds (optimiser steps of a node)", "completions": "completions of the swarm"}[x])
+    axes.set_ylabel("held-out pass@1")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title)
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
