@@ -70,13 +70,13 @@ def init(directory: Path, model: str | None, sets: tuple[str, ...]) -> int:
 @_sets
 def start(config_path: Path, sets: tuple[str, ...]) -> int:
     """Run a node until it is stopped (Ctrl-C or SIGTERM; a second one stops it at once)."""
-    stop_signal.hold()
-    from sapo_node import config_load
+    with stop_signal.held():
+        from sapo_node import config_load
 
-    loaded = config_load.load(config_path, os.environ, sets)
-    from sapo_node import node
+        loaded = config_load.load(config_path, os.environ, sets)
+        from sapo_node import node
 
-    return node.run(loaded)
+        return node.run(loaded)
 
 
 @cli.command()
@@ -85,13 +85,13 @@ def start(config_path: Path, sets: tuple[str, ...]) -> int:
 @click.option("--addresses", type=_FILE, help="Also write the addresses to hand around to FILE (swarm.peers_file).")
 def bootstrap(config_path: Path | None, sets: tuple[str, ...], addresses: Path | None) -> int:
     """Run a small process, without a model, that others join the swarm by. Ends like `start`."""
-    stop_signal.hold()
-    from sapo_node import config_load
+    with stop_signal.held():
+        from sapo_node import config_load
 
-    loaded = config_load.load(_given_or_here(config_path), os.environ, sets)
-    from sapo_node.commands import bootstrap as command
+        loaded = config_load.load(_given_or_here(config_path), os.environ, sets)
+        from sapo_node.commands import bootstrap as command
 
-    return command.run(loaded, addresses)
+        return command.run(loaded, addresses)
 
 
 @cli.command()
@@ -252,10 +252,10 @@ def run(arguments: list[str]) -> int:
         error.show()
         return error.exit_code
     except ConfigError as error:
-        click.echo(str(error), err=True)
+        _say_error(str(error))
         return error.exit_code
     except SapoError as error:
-        click.echo(f"error: {error}", err=True)
+        _say_error(f"error: {error}")
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
         return INTERRUPTED
@@ -263,6 +263,12 @@ def run(arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code if isinstance(code, int) else 0
+
+
+def _say_error(text: str) -> None:
+    from sapo_node.monitor.text import harmless  # an error may quote what came from others
+
+    click.echo(harmless(text), err=True)
 
 
 def _show_fault(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

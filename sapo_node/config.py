@@ -4,13 +4,12 @@ Only shapes and rules live here. Where a value comes from (default, file, enviro
 its line is `config_load.py`.
 """
 
-import ipaddress
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from sapo_node.config_addresses import IPFS_PEERS, OwnAddress, PeerAddress
 from sapo_node.rollouts.schema import ConfigValue
 from sapo_node.tasks import catalog
 from sapo_node.tasks.base import TaskRefused
@@ -18,39 +17,6 @@ from sapo_node.tasks.base import TaskRefused
 Positive = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-
-
-def _multiaddr(address: str) -> str:
-    found = re.fullmatch(r"/(ip4|ip6|dns|dns4|dns6|dnsaddr)/([^/]+)(/[^/]+)*", address)
-    if found is None:
-        raise ValueError("is no multiaddr; one looks like /ip4/203.0.113.7/tcp/4001")
-    if found[1] in ("ip4", "ip6"):
-        try:
-            ipaddress.ip_address(found[2])
-        except ValueError:
-            raise ValueError(f"{found[2]} is no IP address") from None
-    if any(int(port) > 65535 for port in re.findall(r"/(?:tcp|udp)/([0-9]{1,9})", address)):
-        raise ValueError("a port is at most 65535")
-    return address
-
-
-def _without_peer_id(address: str) -> str:
-    if "/p2p/" in address:
-        raise ValueError("is this node's own; its /p2p/ part follows from its key, so leave it out")
-    return address
-
-
-def _with_peer_id(address: str) -> str:
-    if re.fullmatch(r"/dnsaddr/[^/]+", address):  # its DNS records name the peers
-        return address
-    if not re.search(r"/p2p/[1-9A-HJ-NP-Za-km-z]{40,64}$", address):
-        raise ValueError("must end with /p2p/ and the peer id; the other node prints its full addresses when it starts")
-    return address
-
-
-def check_peer_address(address: str) -> str:
-    """The address, if one could join by it. Raises ValueError with what is wrong."""
-    return _with_peer_id(_multiaddr(address))
 
 
 class Section(BaseModel):
@@ -184,8 +150,8 @@ class InferenceSection(Section):
     """How new weights reach vLLM: as files in memory; ipc, on one GPU that both share; nccl, between GPUs."""
 
     weights_dir: Path | None = None
-    """Folder through which weights reach vLLM. Empty: in memory (/dev/shm) where there is room, else in the data
-    directory."""
+    """Folder through which weights reach vLLM; a relative path starts at the config file's folder. Empty: in memory
+    (/dev/shm) where there is room, else in the data directory."""
 
     sync_tolerance: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Largest mean difference between vLLM's and the trainer's log-probs of a fixed prompt after new weights; beyond it
@@ -218,19 +184,6 @@ class RolloutsSection(Section):
 
     max_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 28
     """Size of the pool on disk, in bytes; the oldest groups go first."""
-
-
-Multiaddr = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_multiaddr)]
-OwnAddress = Annotated[Multiaddr, AfterValidator(_without_peer_id)]
-PeerAddress = Annotated[Multiaddr, AfterValidator(_with_peer_id)]
-
-IPFS_PEERS = (
-    "/dnsaddr/bootstrap.libp2p.io/p2p/QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN",
-    "/dnsaddr/bootstrap.libp2p.io/p2p/QmQCU2EcMqAqQPR2i9bChDtGNJchTbq5TbXJJ16u19uLTa",
-    "/dnsaddr/bootstrap.libp2p.io/p2p/QmbLHAnMoJPWSCR5Zhtx6BHJX9KiKNN6tpvbUcqanj75Nb",
-    "/dnsaddr/bootstrap.libp2p.io/p2p/QmcZf59bWwK5XFi76CZX8cbJ4BhTzzA3gU1ZjYZcYW3dwt",
-)
-"""The long-known entrances to the public DHT of IPFS, from its documentation."""
 
 
 class SwarmSection(Section):
@@ -297,11 +250,16 @@ class TrainingSection(Section):
     """How external groups are chosen. paper: uniform over those with non-zero advantage. capped: with a share cap a
     peer and dedupe by question."""
 
-    strategy: Literal["uniform", "learnability", "coverage"] = "uniform"
-    """Weight of a usable external group under `capped`: equal, p(1-p), or evenly over tasks."""
+    strategy: Literal["uniform", "learnability", "coverage", "novelty"] = "uniform"
+    """Weight of a usable external group under `capped`: equal, p(1-p), evenly over tasks, or that times the share of
+    own answers to the task that are wrong."""
 
     local_zero_advantage: Literal["keep", "refill", "resample"] = "keep"
     """Own groups whose rewards are all equal: keep them (paper), replace by external ones, or sample others."""
+
+    external_zero_advantage: Literal["drop", "keep"] = "drop"
+    """External groups whose rewards are all equal: not chosen (paper), or chosen like any other. They teach nothing;
+    keeping them shows what the paper's filter is worth."""
 
     external_negative: Literal["keep", "drop", "downweight"] = "keep"
     """External completions with negative advantage: keep (paper), leave out of the loss, or half their weight."""
@@ -317,7 +275,11 @@ class TrainingSection(Section):
     than this are not trained on. Empty: 1 with vLLM, else 0."""
 
     lr: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Learning rate. Empty: 3e-4 for models of at most 10 million parameters, 1e-6 for larger ones."""
+    """Learning rate. Empty: 3e-4 for models of at most 10 million parameters, 1e-6 for larger ones; ten times that for
+    adapters (`lora_rank`)."""
+
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """adamw8bit: moments in 8 bits, a quarter of their memory in float32. Needs a GPU and the extra `gpu`."""
 
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)
     """Adam's decay rates."""
@@ -328,11 +290,33 @@ class TrainingSection(Section):
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
 
-    clip_low: Fraction = 0.2
-    """The importance ratio is clipped below 1 - clip_low."""
+    objective: Literal["grpo", "cispo"] = "grpo"
+    """grpo: the clipped surrogate; clipped tokens have no gradient. cispo: every token has one, weighted with its
+    clipped ratio (MiniMax-M1)."""
 
-    clip_high: Annotated[float, Field(ge=0)] = 0.28
-    """The importance ratio is clipped above 1 + clip_high."""
+    clip_low: Fraction | None = None
+    """The importance ratio is clipped below 1 - clip_low. Empty: 0.2; 1 (no lower bound) under `objective: cispo`."""
+
+    clip_high: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    """The importance ratio is clipped above 1 + clip_high. Empty: 0.28; 4 under `objective: cispo`."""
+
+    importance_cap: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Truncated importance sampling under `objective: grpo`: own tokens weigh min(ratio, cap), and none is clipped.
+    Empty: off, the ratio is in the clipped surrogate."""
+
+    kl_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the KL penalty against the weights that the node started from. 0: none, and no second copy of them."""
+
+    external_weighting: Literal["uniform", "likelihood"] = "uniform"
+    """likelihood: external completions that are less likely to this policy than its own are weigh less, by how much
+    less likely a token is on average."""
+
+    lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Rank of low-rank adapters (LoRA) on all linear layers; the model's own weights stay as they are. 0: all weights
+    are trained. Needs the extra `lora`."""
+
+    lora_alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Adapters are scaled by lora_alpha / lora_rank. Empty: twice the rank."""
 
     advantage: Literal["std", "mean"] = "std"
     """Advantages: rewards minus the group's mean, divided by its standard deviation (GRPO) or not (Dr.GRPO)."""
@@ -352,11 +336,19 @@ class TrainingSection(Section):
     micro_batch_tokens: Positive = 16_384
     """Tokens (prompts once, completions behind them) in one forward pass."""
 
+    gradient_checkpointing: bool = False
+    """Keep only each layer's input for the backward pass and compute the rest again: results stay the same, a step
+    takes about a third longer, activations need a fraction of the memory."""
+
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and arithmetic."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the trainer runs. auto: cuda where there is one."""
+
+    devices: Annotated[int, Field(ge=1, le=64)] = 1
+    """GPUs of this machine that the model is trained on together (FSDP2): each holds its part of weights, gradients
+    and optimizer. See docs/operations.md."""
 
     producer_gradients: bool = False
     """Record the gradient norm of each producer's groups; costs two more copies of the gradients in memory."""
@@ -371,9 +363,46 @@ class TrainingSection(Section):
     """Licence of the model, named in every batch. The embedded models are apache-2.0."""
 
     @property
+    def clip(self) -> tuple[float, float]:
+        """`clip_low` and `clip_high`, with the defaults of the objective.
+
+        CISPO's authors tune the upper bound alone, and do not print it. Weights of at most 5 are of the size that "The
+        Art of Scaling Reinforcement Learning Compute" (arXiv:2510.13786) uses.
+        """
+        low, high = (0.2, 0.28) if self.objective == "grpo" else (1.0, 4.0)
+        return (
+            low if self.clip_low is None else self.clip_low,
+            high if self.clip_high is None else self.clip_high,
+        )
+
+    @property
     def staleness(self) -> int:
         """`max_staleness`, with the default of an engine that takes turns with the trainer."""
         return self.max_staleness or 0
+
+    @model_validator(mode="after")
+    def _corrects_once(self) -> "TrainingSection":
+        if self.importance_cap is not None and self.objective == "cispo":
+            raise ValueError(
+                "importance_cap belongs to objective: grpo; cispo bounds the weights by itself, at 1 + clip_high"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _can_be_split(self) -> "TrainingSection":
+        if self.devices == 1:
+            return self
+        if self.lora_rank:
+            raise ValueError("devices > 1 trains all weights; set lora_rank to 0, or devices to 1: adapters fit one")
+        if self.kl_coef:
+            raise ValueError("devices > 1 has no place for the reference model; set kl_coef to 0, or devices to 1")
+        if self.optimizer != "adamw":
+            raise ValueError("devices > 1 splits the moments of optimizer: adamw only; set it so, or devices to 1")
+        if self.gradient_checkpointing:
+            raise ValueError("devices > 1 has not been tried with gradient_checkpointing; set it to false")
+        if self.device == "cpu" and self.dtype == "bfloat16":
+            raise ValueError("devices > 1 on a CPU is for float32; set dtype to float32, or devices to 1")
+        return self
 
     @model_validator(mode="after")
     def _trains_on_something(self) -> "TrainingSection":

@@ -24,7 +24,7 @@ from sapo_node.errors import SapoError
 from sapo_node.evaluate import HeldOut, NothingHeldOut, Stopped
 from sapo_node.identity import Identity
 from sapo_node.inference.base import EngineStatus
-from sapo_node.inference.choice import Chosen, choose_engine
+from sapo_node.inference.choice import Chosen, choose_engine, with_engine
 from sapo_node.inference.paired import PairedPolicy
 from sapo_node.monitor import history
 from sapo_node.monitor import log as logging_setup
@@ -66,15 +66,6 @@ def run(loaded: Loaded) -> int:
         engine = choose_engine(config.inference.engine, here)
         with scratch.temporary_files(data.path):
             return int(uvloop.run(Node(with_engine(config, engine), data, engine).run()))
-
-
-def with_engine(config: NodeConfig, engine: Chosen) -> NodeConfig:
-    """The settings with what depends on the engine filled in."""
-    training, inference = config.training, config.inference
-    if training.max_staleness is None and engine.engine == "vllm":
-        training = training.model_copy(update={"max_staleness": 1})
-    inference = inference.model_copy(update={"engine": engine.engine})
-    return config.model_copy(update={"training": training, "inference": inference})
 
 
 class Node:

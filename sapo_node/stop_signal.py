@@ -5,17 +5,24 @@ reference's callback or a `__del__`, both common in imports, and a supervisor as
 kernel until the event loop listens.
 """
 
+import contextlib
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
 
 
-def hold() -> None:
-    """Let SIGTERM wait until `listen`. Ctrl-C still interrupts: who pressed it can do so again."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Let SIGTERM wait until `listen`, or until the block ends. Ctrl-C still interrupts: who pressed it can do so
+    again."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def listen(loop: "AbstractEventLoop", stop: Callable[[], object]) -> None:

@@ -287,6 +287,59 @@ def test_init_refuses_settings_it_cannot_write(
     assert list(tmp_path.iterdir()) == []
 
 
+SEVENTY_BILLION = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28_672,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 8192,
+}
+
+
+def test_init_knows_a_model_that_is_too_large_by_its_config_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "config.json").write_text(json.dumps(SEVENTY_BILLION))
+    assert cli.run(["init", "node", "--model", "large"]) == 2
+    assert re.search("71 G parameters x 4 bytes", capsys.readouterr().err)
+    assert not (tmp_path / "node").exists()
+
+
+def test_init_names_a_folder_that_is_not_there_as_it_was_typed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.run(["init", "node", "--model", "./nosuch"]) == 2
+    assert "--model ./nosuch: there is no such folder" in capsys.readouterr().err
+    assert cli.run(["init", "node", "--set", "training.model=./nosuch"]) == 2
+    assert f"there is no folder {tmp_path}/node/nosuch" in capsys.readouterr().err
+    assert cli.run(["init", "node", "--model", "nosuch"]) == 2
+    assert "'nosuch' is no embedded model" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [["init", "node", "--model", "mine"], ["start", "--config", "mine.yaml"]])
+@pytest.mark.timeout(20)
+def test_a_folder_that_is_not_whole_is_refused_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], command: list[str]
+) -> None:
+    demo = folder_here("demo")
+    assert demo is not None
+    folder = shutil.copytree(demo, tmp_path / "mine")
+    Path("mine.yaml").write_text("training: {model: ./mine}\n")
+    (folder / "tokenizer.json").unlink()
+    assert cli.run(command) == 2
+    assert "has no tokenizer" in capsys.readouterr().err
+    (folder / "model.safetensors").unlink()
+    os.mkfifo(folder / "model.safetensors")
+    assert cli.run(command) == 2
+    assert "is no regular file" in capsys.readouterr().err
+    assert not [*tmp_path.rglob("identity.key"), *tmp_path.rglob("pool.sqlite")]
+
+
 @pytest.mark.parametrize(
     "command", [["init"], ["start", "--config", "small.yaml"], ["swarm", "--config", "small.yaml"]]
 )

@@ -307,6 +307,20 @@ def test_rules_between_settings(text: str, sets: list[str], expected: str) -> No
         ({"SAPO_NODE_TRAINING__LR": "[1"}, [], "SAPO_NODE_TRAINING__LR: not valid YAML: "),
         ({"SAPO_NODE_TRAINING__LR__X": "1"}, [], "SAPO_NODE_TRAINING__LR__X: training.lr: must be a number, not a section of settings"),
         ({}, ["tasks.mixture.0.name=bf"], "--set tasks.mixture.0.name: 'tasks.mixture' is a list, which can only be set as a whole"),
+        (
+            {},
+            ["swarm.initial_peers=[/ip4/127.0.0.1/tcp/1/p2p/12D3KooWgarbage]"],
+            "--set swarm.initial_peers: entry 1: has the peer id 12D3KooWgarbage at its end, which is not valid; copy the "
+            "whole address again",
+        ),
+        (
+            {},
+            ["swarm.initial_peers=[/dnsaddr/a, /ip4/127.0.0.1/tcp/1]"],
+            "--set swarm.initial_peers: entry 2: must end with /p2p/ and the peer id; the other node prints its full "
+            "addresses when it starts",
+        ),
+        ({}, ["swarm.announce=[\"/dns4/a\\eb/tcp/1\"]"], "--set swarm.announce: entry 1: is no multiaddr; one looks like "
+         "/ip4/203.0.113.7/tcp/4001"),
         ({}, ["=3"], "--set : unknown setting"),
         ({}, ["training={rule: x}"], "--set training: training.rule: must be 'paper' or 'capped', not 'x'"),
         ({}, ["training={lr: 1, lr: 2}"], "--set training: set twice; first in line 1"),

@@ -165,7 +165,7 @@ def test_every_metric_of_the_trainer_is_explained() -> None:
 
     trainer = Trainer(
         make_policy("tiny", make_model(), make_tokenizer()),
-        TrainingSection(producer_gradients=True, mask_truncated=False),
+        TrainingSection(producer_gradients=True, mask_truncated=False, kl_coef=0.1, external_weighting="likelihood"),
         InferenceSection(max_completion_tokens=16),
         seed=0,
     )

@@ -23,6 +23,7 @@ import time
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Final, Literal
 
 import msgspec
@@ -163,6 +164,19 @@ class Pool:
         where = "origin = 'external' AND uses < ? AND drawn_at >= ? ORDER BY id DESC"
         values = (self._limits.max_external_uses, now - self._limits.max_age_seconds)
         return await self._reader.ask(lambda db: _candidates(db, where, values, now))
+
+    async def own_rewards(self, now: float) -> dict[str, float]:
+        """Mean reward by task of this node's own groups of the last `max_age_seconds`, used ones included."""
+        oldest = now - self._limits.max_age_seconds
+
+        def read(db: sqlite3.Connection) -> dict[str, list[float]]:
+            sql = "SELECT name, rewards FROM groups WHERE origin = 'local' AND drawn_at >= ? ORDER BY id DESC LIMIT ?"
+            found: dict[str, list[float]] = {}
+            for name, rewards in db.execute(sql, (oldest, MAX_CANDIDATES)):
+                found.setdefault(name, []).extend(_rewards_decoder.decode(rewards))
+            return found
+
+        return {name: fmean(rewards) for name, rewards in (await self._reader.ask(read)).items()}
 
     async def consume(self, ids: Sequence[int], round_number: int) -> list[TrainGroup]:
         """Count one use of each group, durably, and return those that this round may train on, in order of `ids`.

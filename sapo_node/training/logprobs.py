@@ -6,13 +6,15 @@ memory holds one chunk of logits instead of batch x sequence x vocabulary.
 """
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from sapo_node.training.packing import Packed
 
@@ -29,8 +31,14 @@ def token_logprobs(
 
     Logits are divided by `temperature` first: the distribution that was sampled from. With `split_head` the output
     layer is applied to the model's hidden states in chunks; models that do more to their logits than that layer (a
-    scale, a soft cap) need `split_head=False`, which holds all logits of the micro-batch.
+    scale, a soft cap) need `split_head=False`, which holds all logits of the micro-batch. Layers for which gradient
+    checkpointing was enabled keep nothing but their input for the backward pass.
     """
+    with _checkpointed_layers(model):
+        return _forward(model, packed, temperature, split_head, chunk_logits)
+
+
+def _forward(model: nn.Module, packed: Packed, temperature: float, split_head: bool, chunk_logits: int) -> Chosen:
     inputs = {"input_ids": packed.input_ids_RT, "attention_mask": packed.mask}
     if takes_argument(model, "position_ids"):
         inputs["position_ids"] = packed.position_ids_RT
@@ -41,6 +49,27 @@ def token_logprobs(
     hidden_ND = hidden_RTD[packed.row_N, packed.column_N]
     head: nn.Module = model.get_output_embeddings()  # type: ignore[operator]
     return chunked(head, hidden_ND, packed.target_N, temperature, chunk_logits)
+
+
+@contextmanager
+def _checkpointed_layers(model: nn.Module) -> Iterator[None]:
+    """Let the layers checkpoint, which transformers does in training mode only.
+
+    Only the layers' own flag is set, for as long as a forward pass takes: what lies inside them keeps its dropout off,
+    and sampling keeps its cache.
+    """
+    layers = [
+        module
+        for module in (model.modules() if torch.is_grad_enabled() else ())
+        if isinstance(module, GradientCheckpointingLayer) and module.gradient_checkpointing
+    ]
+    for layer in layers:
+        layer.training = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.training = False
 
 
 def chunked(

@@ -8,6 +8,7 @@ Before a model is used it is tried on a small input: packed and chunked log-prob
 
 import hashlib
 import json
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -18,6 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
@@ -33,6 +35,11 @@ TINY_LR: Final = 3e-4
 DEFAULT_LR: Final = 1e-6
 LARGE_PARAMS: Final = 100_000_000
 LARGE_LR: Final = 1e-5  # a full fine-tune of a large model with more than this usually ends in noise
+
+# bfloat16 is refused where a product of matrices takes this many times as long as in float32. CPUs without instructions
+# for it need 10 to 600 times as long, more the larger the matrices; those that have them at most about as long.
+BFLOAT16_SLOWDOWN: Final = 5.0
+SPEED_SIZE: Final = 128  # rows of the matrices that are timed: a few milliseconds where it is slow
 
 # What is fetched of a named model: never pickles, never code.
 HUB_FILES: Final = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
@@ -94,8 +101,6 @@ def load_policy(
     policy = make_policy(name, model, tokenizer, system_prompt)
     if dtype == "bfloat16":
         policy.notes.append("bfloat16 weights round away small updates; float32 learns more at low learning rates")
-        if target.type == "cpu":
-            policy.notes.append("bfloat16 is about 30 times slower than float32 on most CPUs")
     return policy
 
 
@@ -116,6 +121,54 @@ def make_policy(name: str, model: Any, tokenizer: Any, system_prompt: str = "") 
     policy = Policy(name, model, tokenizer, encoder, stop_ids, model.device, max_length, notes=list(encoder.notes))
     try_out(policy)
     return policy
+
+
+def checkpoint_layers(policy: Policy) -> None:
+    """Have the model's layers computed again in the backward pass. Raises Refused for models that cannot."""
+    layers = [module for module in policy.model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers or not policy.model.supports_gradient_checkpointing:
+        raise Refused(
+            f"training.gradient_checkpointing: {type(policy.model).__name__} does not support it; set it to false, and "
+            "training.micro_batch_tokens lower to save memory"
+        )
+    # Nothing is random inside, so the state of random numbers need not be kept.
+    policy.model.gradient_checkpointing_enable({"use_reentrant": False, "preserve_rng_state": False})
+    if any(_random_itself(layer) for layer in layers):
+        raise Refused(
+            f"training.gradient_checkpointing: layers of {type(policy.model).__name__} would drop activations at "
+            "random under it; set dropout to 0 in the model's config.json, or gradient_checkpointing to false"
+        )
+
+
+def _random_itself(layer: GradientCheckpointingLayer) -> bool:
+    """Whether a layer drops activations by its own training mode, which checkpointing needs, not that of a module."""
+    return any(isinstance(value, float) and value > 0 and "dropout" in name for name, value in vars(layer).items())
+
+
+def bfloat16_slowdown(device: torch.device) -> float:
+    """How many times as long a product of two matrices takes in bfloat16 as in float32; the fastest of three each."""
+
+    def seconds(dtype: torch.dtype) -> float:
+        matrix = torch.ones(SPEED_SIZE, SPEED_SIZE, dtype=dtype, device=device)
+        took = []
+        for _ in range(4):  # the first one warms up
+            started = time.perf_counter()
+            (matrix @ matrix).sum().item()  # waits for a GPU too
+            took.append(time.perf_counter() - started)
+        return min(took[1:])
+
+    return seconds(torch.bfloat16) / seconds(torch.float32)
+
+
+def refuse_slow_bfloat16(device: torch.device) -> None:
+    """Raises Refused where the hardware emulates bfloat16, so that a step would take ten times as long, and says it."""
+    slowdown = bfloat16_slowdown(device)
+    if slowdown >= BFLOAT16_SLOWDOWN:
+        raise Refused(
+            f"training.dtype: bfloat16 takes {slowdown:.0f} times as long as float32 on this {device.type} (measured "
+            "just now); set it to float32. Where memory is short, training.gradient_checkpointing and a smaller "
+            "training.micro_batch_tokens save some"
+        )
 
 
 def public_name(name: str) -> str:

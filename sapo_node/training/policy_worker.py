@@ -2,6 +2,7 @@
 
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,9 +25,9 @@ from sapo_node.training.base import (
     StepResult,
     Weights,
 )
-from sapo_node.training.policy import find_folder, load_policy
+from sapo_node.training.policy import choose_device, find_folder, load_policy, refuse_slow_bfloat16
 from sapo_node.training.share import Sharer
-from sapo_node.training.trainer import Trainer
+from sapo_node.training.trainer import Make, Trainer
 
 
 class PolicyWorker:
@@ -38,38 +39,17 @@ class PolicyWorker:
 
     def load(self, request: LoadRequest) -> ModelInfo:
         """Load a model, or a checkpoint of it. Raises Refused, told for people."""
+        if self._loaded is not None:
+            self._loaded.close()
+        self._loaded = self._sharer = None
         training = TrainingSection.model_validate(request.training)
-        inference = InferenceSection.model_validate(request.inference)
-        if request.threads:
-            torch.set_num_threads(request.threads)
-        folder = None if request.resume is None else Path(request.resume)
-        try:
-            version = 0 if folder is None else checkpoint.read_state(folder).policy_version
-        except checkpoint.CheckpointError as error:
-            raise workers.Refused(str(error)) from error
-        source = folder or find_folder(training.model)
-        if request.check_memory:  # here too: the model may just have been downloaded
-            refuse_before_loading(source, training, inference)
-        policy = load_policy(
-            training.model,
-            folder=source,
-            device=training.device,
-            dtype=training.dtype,
-            system_prompt=inference.system_prompt,
-        )
-        check_sampling(policy)
-        trainer = Trainer(policy, training, inference, request.seed)
-        if folder is not None:
-            try:
-                trainer.read(folder, version)
-            except torch.OutOfMemoryError:
-                raise  # a RuntimeError too, and no fault of the checkpoint
-            except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
-                raise workers.Refused(
-                    f"{folder} is damaged ({error}); remove it to go on from an older checkpoint"
-                ) from error
-        self._loaded = trainer
-        return trainer.info()
+        if training.devices > 1:
+            from sapo_node.training import parallel  # torch's FSDP costs a second to import
+
+            self._loaded = parallel.lead(request, training, load_trainer)
+        else:
+            self._loaded = load_trainer(request, Trainer)
+        return self._loaded.info()
 
     def sample(self, request: SampleRequest) -> SampledBatch:
         """Completions by the newest weights."""
@@ -83,12 +63,14 @@ class PolicyWorker:
         """The newest weights, for an engine in another process. A disk that refuses raises."""
         if self._sharer is None:
             self._sharer = Sharer(self._trainer.policy, self._trainer.max_prompt)
-        return self._sharer.share(request, self._trainer.version)
+        with self._trainer.whole():
+            return self._sharer.share(request, self._trainer.version)
 
     def send(self, request: Nothing) -> Nothing:
         """Broadcast the weights that `share` described."""
         if self._sharer is not None:
-            self._sharer.send()
+            with self._trainer.whole():
+                self._sharer.send()
         return Nothing()
 
     def save(self, request: SaveRequest) -> Saved:
@@ -103,6 +85,51 @@ class PolicyWorker:
         if self._loaded is None:
             raise workers.Refused("no model is loaded yet")
         return self._loaded
+
+
+def load_trainer(request: LoadRequest, make: Make) -> Trainer:
+    """Load a model or a checkpoint of it, have `make` build a trainer on it, and let that go on where it ended.
+
+    Raises Refused, told for people.
+    """
+    training = TrainingSection.model_validate(request.training)
+    inference = InferenceSection.model_validate(request.inference)
+    if request.threads:
+        torch.set_num_threads(request.threads)
+    folder = None if request.resume is None else Path(request.resume)
+    try:
+        version = 0 if folder is None else checkpoint.read_state(folder).policy_version
+    except checkpoint.CheckpointError as error:
+        raise workers.Refused(str(error)) from error
+    # Adapters are added to the model that the node started from, also after a restart.
+    source = find_folder(training.model) if folder is None or training.lora_rank else folder
+    if request.check_memory:  # here too: the model may just have been downloaded
+        refuse_before_loading(source, training, inference)
+    if training.dtype == "bfloat16":
+        refuse_slow_bfloat16(choose_device(training.device))
+    load = partial(
+        load_policy,
+        training.model,
+        device=training.device if training.devices == 1 else "cpu",  # ranks put their parts onto GPUs themselves
+        dtype=training.dtype,
+        system_prompt=inference.system_prompt,
+    )
+    policy = load(folder=source)
+    check_sampling(policy)
+    origin = None
+    if training.kl_coef and source == folder:  # the KL penalty's reference does not move with the checkpoints
+        origin = load(folder=find_folder(training.model))
+    trainer = make(policy, training, inference, request.seed, origin)
+    if folder is not None:
+        try:
+            trainer.read(folder, version)
+        except torch.OutOfMemoryError:
+            raise  # a RuntimeError too, and no fault of the checkpoint
+        except (OSError, KeyError, ValueError, RuntimeError, SafetensorError) as error:
+            raise workers.Refused(
+                f"{folder} is damaged ({error}); remove it to go on from an older checkpoint"
+            ) from error
+    return trainer
 
 
 def main() -> None:

@@ -207,7 +207,9 @@ class Rounds:
             now = self._clock()
             local = await self._pool.local_candidates(now, self._policy.version, training.staleness)
             external = await self._pool.external_candidates(now)
-            plan = plan_round(training, self._config.rollouts, local, external, self._rng)
+            # Only this strategy asks for them.
+            own = await self._pool.own_rewards(now) if training.strategy == "novelty" else {}
+            plan = plan_round(training, self._config.rollouts, local, external, self._rng, own)
             missing = plan.need_local + plan.resample
             if missing and draws < MAX_EXTRA_DRAWS and self._policy.can_sample and not self._stop.is_set():
                 began = time.monotonic()

@@ -11,7 +11,8 @@ Rule `capped` is ours. It goes through the same groups in a random order weighte
   the whole batch, and few peers can still fill it;
 - groups on a question that was already chosen: a second copy teaches less than another question.
 
-Under both rules a group has to be fresh (age and uses within the owner's settings) and informative.
+Under both rules a group has to be fresh (age and uses within the owner's settings) and, unless
+`external_zero_advantage` keeps the others for comparison, informative.
 
 Everything here is pure: candidates and a random generator in, a plan out. The caller draws what the plan says is
 missing and plans again; nothing is remembered in between.
@@ -20,8 +21,9 @@ missing and plans again; nothing is remembered in between.
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from statistics import fmean
+from types import MappingProxyType
 from typing import Final
 
 from msgspec import Struct
@@ -69,7 +71,10 @@ class RoundPlan(Struct, frozen=True, kw_only=True):
     dropped_stale: int  # external candidates too old or used up
 
 
-Strategy = Callable[[Sequence[Candidate]], list[float]]
+OwnRewards = Mapping[str, float]
+"""Mean reward (0 to 1) of this node's own recent groups by task; tasks that it did not draw lately are missing."""
+
+Strategy = Callable[[Sequence[Candidate], OwnRewards], list[float]]
 """Positive weights of usable external groups, in their order. A better rule is one more function of this shape."""
 
 
@@ -78,12 +83,12 @@ def informative(rewards: Sequence[float]) -> bool:
     return any(reward != rewards[0] for reward in rewards)
 
 
-def uniform(candidates: Sequence[Candidate]) -> list[float]:
+def uniform(candidates: Sequence[Candidate], own: OwnRewards) -> list[float]:
     """Every group alike."""
     return [1.0] * len(candidates)
 
 
-def learnability(candidates: Sequence[Candidate]) -> list[float]:
+def learnability(candidates: Sequence[Candidate], own: OwnRewards) -> list[float]:
     """p(1 - p), p being the share of right answers: most for questions that are answered half of the time.
 
     Computed as the variance of the rewards, which is the same for strict ones and also fits graded ones.
@@ -96,13 +101,27 @@ def learnability(candidates: Sequence[Candidate]) -> list[float]:
     return [variance(candidate.rewards) for candidate in candidates]
 
 
-def coverage(candidates: Sequence[Candidate]) -> list[float]:
+def coverage(candidates: Sequence[Candidate], own: OwnRewards) -> list[float]:
     """Evenly over tasks, then over the groups of a task: a rare task weighs as much as a common one."""
     of_task = Counter(candidate.task for candidate in candidates)
     return [1.0 / of_task[candidate.task] for candidate in candidates]
 
 
-STRATEGIES: Final[dict[str, Strategy]] = {"uniform": uniform, "learnability": learnability, "coverage": coverage}
+def novelty(candidates: Sequence[Candidate], own: OwnRewards) -> list[float]:
+    """As `coverage`, times the share of own answers to the task that are wrong: what others can do and we cannot."""
+    weights = coverage(candidates, own)
+    return [
+        max(MIN_WEIGHT, weight * (1.0 - own.get(candidate.task, 0.0)))
+        for weight, candidate in zip(weights, candidates, strict=True)
+    ]
+
+
+STRATEGIES: Final[dict[str, Strategy]] = {
+    "uniform": uniform,
+    "learnability": learnability,
+    "coverage": coverage,
+    "novelty": novelty,
+}
 
 
 def peer_cap(wanted: int, usable_peers: int) -> int:
@@ -116,14 +135,14 @@ def choose_uniform(usable: Sequence[Candidate], wanted: int, rng: random.Random)
 
 
 def choose_capped(
-    usable: Sequence[Candidate], wanted: int, cap: int, strategy: Strategy, rng: random.Random
+    usable: Sequence[Candidate], wanted: int, cap: int, weights: Sequence[float], rng: random.Random
 ) -> list[Candidate]:
     """Rule `capped`: weighted without replacement, at most `cap` groups a peer and one a question.
 
     Sorting by exponential waiting times of rate w is successive weighted sampling (Efraimidis and Spirakis 2006);
     leaving out a group that breaks a bound equals drawing from the groups that keep it.
     """
-    waits = [rng.expovariate(weight) for weight in strategy(usable)]
+    waits = [rng.expovariate(weight) for weight in weights]
     order = sorted(range(len(usable)), key=waits.__getitem__)
     chosen: list[Candidate] = []
     of_peer: Counter[str] = Counter()
@@ -144,6 +163,7 @@ def plan_round(
     local: Sequence[Candidate],
     external: Sequence[Candidate],
     rng: random.Random,
+    own_rewards: OwnRewards = MappingProxyType({}),
 ) -> RoundPlan:
     """Choose this round's batch from own unused groups (oldest first) and the swarm's.
 
@@ -156,7 +176,7 @@ def plan_round(
     groups with advantage go first, and the plan asks for as many draws as it still holds groups without.
     """
     fresh = [c for c in external if _is_fresh(c, rollouts)]
-    usable = [c for c in fresh if informative(c.rewards)]
+    usable = [c for c in fresh if training.external_zero_advantage == "keep" or informative(c.rewards)]
     peers = len({c.producer for c in usable})
 
     own = list(local)
@@ -168,7 +188,8 @@ def plan_round(
     refill = len(idle) if training.local_zero_advantage == "refill" else 0
     cap = peer_cap(wanted + refill, peers) if training.rule == "capped" else wanted + refill
     if training.rule == "capped":
-        chosen = choose_capped(usable, wanted + refill, cap, STRATEGIES[training.strategy], rng)
+        weights = STRATEGIES[training.strategy](usable, own_rewards)
+        chosen = choose_capped(usable, wanted + refill, cap, weights, rng)
     else:
         chosen = choose_uniform(usable, wanted + refill, rng)
 

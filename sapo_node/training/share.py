@@ -9,6 +9,7 @@ import torch
 from sapo_node import workers
 from sapo_node.inference.base import Probe
 from sapo_node.inference.tensor_transfer import Sender
+from sapo_node.training import adapters
 from sapo_node.training.base import ShareRequest, Weights
 from sapo_node.training.policy import Policy, plain_logprobs
 
@@ -59,7 +60,7 @@ class Sharer:
         """Safetensors in `<directory>/v<version>`, and what an engine starts from; an older folder is overwritten."""
         folder = Path(request.directory) / f"v{version:08d}"
         folder.mkdir(exist_ok=True)
-        self._policy.model.save_pretrained(folder)
+        adapters.save_model(self._policy.model, folder)
         if request.whole:
             self._policy.tokenizer.save_pretrained(folder)
         return folder

@@ -3,16 +3,17 @@
 One round is
 
 1. encode: own completions keep the tokens they were sampled as; others' are encoded with our template and tokenizer;
-2. advantages of each group, from the rewards this node computed;
-3. weights of all tokens in one weighted mean (streams, masks, negative external ones), known before any forward pass;
-4. micro-batches of packed groups: log-probs, clipped surrogate, backward; gradients add up;
+2. advantages of each group, from the rewards this node computed (both `rows.py`);
+3. weights of all tokens in one weighted mean (streams, masks, negative external ones), known before any forward pass
+   (`scales.py`);
+4. micro-batches of packed groups: log-probs, the loss of each token (`loss.py`), backward; gradients add up;
 5. clip the gradient's norm, one AdamW step, version + 1.
 
 What is simpler here than elsewhere, on purpose:
 
 - One update a round, on all of the batch. The clip then binds only where sampling and training differ.
-- No reference model and no KL term.
-- Groups and completions without advantage cost no forward pass. They count in the mean (step 3).
+- Groups and completions without advantage cost no forward pass, unless there is a KL penalty. They count in the mean
+  (step 3).
 - A round in which nothing has an advantage leaves weights and optimizer as they are, without weight decay and without
   Adam's momentum; the version still counts it, since the round took place.
 - Dropout is off, so that the sampler's log-probs and ours are of the same function.
@@ -25,123 +26,102 @@ samples. A local one's are those recorded while sampling.
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sapo_node import workers
 from sapo_node.config import InferenceSection, TrainingSection
 from sapo_node.inference.base import Sampled, SampledBatch, SamplingParams
 from sapo_node.inference.sampling import sample
-from sapo_node.training import state
-from sapo_node.training.advantages import advantages
+from sapo_node.training import adapters, rows, state
 from sapo_node.training.base import ModelInfo, Origin, StepResult, TrainGroup
-from sapo_node.training.encoding import Untrainable
-from sapo_node.training.logprobs import token_logprobs
-from sapo_node.training.loss import completion_weight, stream_shares, surrogate, token_scales
-from sapo_node.training.packing import MAX_PACKED_TOKENS, Piece, micro_batches, pack, pad, split
-from sapo_node.training.policy import EMBEDDED, LARGE_LR, LARGE_PARAMS, Policy, default_lr, public_name, singles
+from sapo_node.training.logprobs import Chosen, token_logprobs
+from sapo_node.training.loss import choose_objective, kl_penalty, likelihood_weights
+from sapo_node.training.optimizers import make_optimizer
+from sapo_node.training.packing import MAX_PACKED_TOKENS, Packed, Piece, micro_batches, pack, pad, split
+from sapo_node.training.policy import (
+    EMBEDDED,
+    LARGE_LR,
+    LARGE_PARAMS,
+    Policy,
+    checkpoint_layers,
+    default_lr,
+    public_name,
+    singles,
+)
+from sapo_node.training.reference import Reference
+from sapo_node.training.rows import Row
+from sapo_node.training.step_metrics import Measured
 
 MICRO_BATCH_SECONDS = 600.0  # longest forward and backward pass; 16,384 tokens of a large model on a CPU need minutes
 
-# Another tokenizer may need more tokens for a text; beyond this an external completion counts as cut by length.
-EXTERNAL_LENGTH = 2
+LORA_LR_FACTOR: Final = 10
+"""Adapters bear about ten times the learning rate of a full fine-tune (Schulman, "LoRA without regret", 2025)."""
 
-# Characters a token stands for at most, as far as a text is read; runs of blanks in large vocabularies come near.
-MAX_TOKEN_CHARS = 64
-
-
-@dataclass
-class Row:
-    """One completion as the loss sees it."""
-
-    origin: Origin
-    producer: str
-    group_id: int
-    prompt: list[int]
-    tokens: list[int]
-    old: list[float] | None  # log-probs under the sampler; None: unknown
-    advantage: float
-    truncated: bool
-    weight: float = 0.0
-    scale: float = 0.0  # of each token, so that the scaled losses sum up to the loss
-
-    @property
-    def trained(self) -> bool:
-        """Whether it has a gradient, and so needs a forward pass."""
-        return self.advantage != 0.0 and self.scale != 0.0
-
-
-@dataclass
-class Sums:
-    """Metrics of the trained tokens of one stream, summed over micro-batches."""
-
-    loss: float = 0.0
-    tokens: int = 0
-    clipped: float = 0.0
-    ratio: float = 0.0
-    entropy: float = 0.0
-    logprob: float = 0.0
-    delta: float = 0.0
-    known: int = 0  # tokens with recorded log-probs
-
-    def add(self, values: Sequence[float]) -> None:
-        """Add one micro-batch's sums, in the order of the fields."""
-        loss, tokens, clipped, ratio, entropy, logprob, delta, known = values
-        self.loss += loss
-        self.tokens += int(tokens)
-        self.clipped += clipped
-        self.ratio += ratio
-        self.entropy += entropy
-        self.logprob += logprob
-        self.delta += delta
-        self.known += int(known)
-
-
-@dataclass
-class Gradients:
-    """Norms of parts of the gradient, before clipping; empty unless asked for."""
-
-    producers: dict[str, float] = field(default_factory=dict)
-    streams: dict[Origin, float] = field(default_factory=dict)
+ORIGIN: Final = "origin"
+"""Key of the reference's fingerprint in a checkpoint."""
 
 
 class Trainer:
     """A policy that samples and learns, its optimizer, its random numbers, its version."""
 
     def __init__(
-        self, policy: Policy, training: TrainingSection, inference: InferenceSection, seed: int | None = None
+        self,
+        policy: Policy,
+        training: TrainingSection,
+        inference: InferenceSection,
+        seed: int | None = None,
+        origin: Policy | None = None,
+        trained: nn.Module | None = None,
     ) -> None:
-        """`seed` starts the sampling noise; None takes the system's randomness."""
+        """`seed` starts the sampling noise; None takes the system's randomness.
+
+        `origin` is the policy that the node started from, where `policy` is no longer that; the KL penalty needs it.
+        `trained` holds the parameters that are trained, where they are not those of `policy.model` (`parallel.py`).
+        With `training.lora_rank` the policy gets adapters here, so it must be the one the node started from. Raises
+        Refused for settings that cannot work here, told for people.
+        """
+        seed = secrets.randbits(63) if seed is None else seed
         self.policy = policy
         self.training = training
         self.inference = inference
         self.version = 0
-        self.lr = default_lr(policy.params) if training.lr is None else training.lr
-        self.parameters = [parameter for parameter in policy.model.parameters() if parameter.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            self.parameters, lr=self.lr, betas=training.betas, weight_decay=training.weight_decay, fused=True
-        )
+        self.params = policy.params
+        lr = default_lr(self.params) * (LORA_LR_FACTOR if training.lora_rank else 1)
+        self.lr = lr if training.lr is None else training.lr
+        if training.gradient_checkpointing:
+            checkpoint_layers(policy)
+        if training.lora_rank:
+            adapters.attach(policy.model, training.lora_rank, training.lora_alpha, seed)
+        self.reference: Reference | None = None
+        if training.kl_coef or training.lora_rank:
+            self.reference = Reference.of(policy) if origin is None else Reference(origin)
+        self.objective = choose_objective(training)
+        self.trained: nn.Module = policy.model if trained is None else trained
+        self.parameters = [parameter for parameter in self.trained.parameters() if parameter.requires_grad]
+        self.optimizer = make_optimizer(self.parameters, training, self.lr)
         self.generator = torch.Generator(policy.device)
-        self.generator.manual_seed(secrets.randbits(63) if seed is None else seed)
+        self.generator.manual_seed(seed)
         self.max_prompt = min(inference.max_prompt_tokens, policy.max_length - 1)
 
     def info(self) -> ModelInfo:
         """What the node tells its owner, and others, about the policy."""
         notes = list(self.policy.notes)
-        if self.policy.params > LARGE_PARAMS and self.lr > LARGE_LR:
+        if self.params > LARGE_PARAMS and self.lr > LARGE_LR and not self.training.lora_rank:
             notes.append(
-                f"training.lr is {self.lr:g}; a full fine-tune of {self.policy.params / 1e6:.0f} M parameters seldom "
+                f"training.lr is {self.lr:g}; a full fine-tune of {self.params / 1e6:.0f} M parameters seldom "
                 f"survives more than {LARGE_LR:g}"
             )
         embedded = self.training.model in EMBEDDED
         return ModelInfo(
             name=public_name(self.training.model),
-            params=self.policy.params,
+            params=self.params,
             licence="apache-2.0" if embedded and self.training.licence == "unknown" else self.training.licence,
             tokenizer_sha256=self.policy.tokenizer_sha256,
             lr=self.lr,
@@ -195,134 +175,63 @@ class Trainer:
     def step(self, groups: Sequence[TrainGroup]) -> StepResult:
         """Train on one round's groups; the version rises by one whatever they hold."""
         started = time.monotonic()
-        rows, skipped = self._rows(groups)
-        self._weigh(rows)
-        sums: dict[Origin, Sums] = {"local": Sums(), "external": Sums()}
+        batch, skipped = self._rows(groups)
         self.optimizer.zero_grad(set_to_none=True)
-        gradients = self._backward(rows, sums)
+        measured = self._backward(batch)
         norm = 0.0
-        if any(row.trained for row in rows):
-            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm))
+        if any(row.trained for row in batch):
+            norm = _number(torch.nn.utils.clip_grad_norm_(self.parameters, self.training.max_grad_norm))
             if norm != norm or norm == float("inf"):
                 raise ArithmeticError("the gradient is not finite; the step was not taken. Lower training.lr")
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
-        metrics = _metrics(rows, sums, gradients) | {"grad_norm": norm, "step_seconds": time.monotonic() - started}
+        metrics = measured.metrics(
+            batch, kl=self.training.kl_coef > 0, likelihood=self.training.external_weighting == "likelihood"
+        )
+        metrics |= {"grad_norm": norm, "step_seconds": time.monotonic() - started}
         return StepResult(
-            policy_version=self.version, metrics=metrics, producer_gradients=gradients.producers, skipped=skipped
+            policy_version=self.version, metrics=metrics, producer_gradients=measured.producers, skipped=skipped
         )
 
     def _rows(self, groups: Sequence[TrainGroup]) -> tuple[list[Row], dict[int, str]]:
-        """All completions of the groups that can be trained on, and why the other groups cannot."""
-        rows: list[Row] = []
-        skipped: dict[int, str] = {}
-        for group in groups:
-            try:
-                rows += self._encode(group)
-            except Untrainable as error:
-                skipped[group.group_id] = str(error)
-        return rows, skipped
-
-    def _encode(self, group: TrainGroup) -> list[Row]:
-        """A group as rows. Raises Untrainable."""
-        if len(group.completions) != len(group.rewards) or not group.rewards:
-            raise Untrainable(f"{len(group.completions)} completions but {len(group.rewards)} rewards")
-        age = self.version - group.policy_version
-        if group.origin == "local" and age > self.training.staleness:
-            limit = self.training.staleness
-            raise Untrainable(f"sampled {age} policy versions ago; training.max_staleness is {limit}")
-        prompt = self.policy.encoder.prompt(group.question)
-        if len(prompt) > self.max_prompt:
-            raise Untrainable(f"its prompt has {len(prompt)} tokens; at most {self.max_prompt} are taken")
-        values = advantages(group.rewards, self.training.advantage)
-        room = self.policy.max_length - len(prompt)
-        external_limit = min(room, EXTERNAL_LENGTH * self.inference.max_completion_tokens)
-        textual = [one for one in group.completions if one.token_ids is None]
-        # Cut before encoding: a stranger's megabyte of text would cost seconds and be cut afterwards.
-        texts = [one.text[: MAX_TOKEN_CHARS * external_limit] for one in textual]
-        encoded = iter(self.policy.encoder.completions(texts, [one.finish for one in textual]))
-        rows = []
-        for completion, advantage in zip(group.completions, values, strict=True):
-            tokens, limit = completion.token_ids, room
-            if tokens is None:
-                tokens, limit = next(encoded), external_limit
-            cut = len(tokens) > limit or (
-                completion.token_ids is None and len(completion.text) > MAX_TOKEN_CHARS * external_limit
-            )
-            rows.append(
-                Row(
-                    origin=group.origin,
-                    producer=group.producer,
-                    group_id=group.group_id,
-                    prompt=prompt,
-                    tokens=tokens[:limit],
-                    old=None if completion.logprobs is None else completion.logprobs[:limit],
-                    advantage=advantage,
-                    truncated=cut or completion.finish == "length",
-                )
-            )
-        return rows
-
-    def _weigh(self, rows: Sequence[Row]) -> None:
-        """Set every row's weight and scale."""
-        settings = self.training
-        streams: dict[Origin, list[Row]] = {"local": [], "external": []}
-        for row in rows:
-            row.weight = completion_weight(
-                row.origin,
-                row.advantage,
-                row.truncated,
-                external_negative=settings.external_negative,
-                mask_truncated=settings.mask_truncated,
-            )
-            streams[row.origin].append(row)
-        shares = stream_shares(
-            {origin: len({row.group_id for row in stream}) for origin, stream in streams.items()},
-            {"local": settings.local_weight, "external": settings.external_weight},
+        """All completions of the groups that can be trained on, weighed, and why the other groups cannot."""
+        batch, skipped = rows.encode(
+            groups, self.policy, self.training, self.inference, version=self.version, max_prompt=self.max_prompt
         )
-        for origin, stream in streams.items():
-            scales = token_scales(
-                [row.weight for row in stream],
-                [len(row.tokens) for row in stream],
-                settings.loss_mean,
-                self.inference.max_completion_tokens,
-            )
-            for row, scale in zip(stream, scales, strict=True):
-                row.scale = shares[origin] * scale
+        rows.weigh(batch, self.training, self.inference.max_completion_tokens)
+        return batch, skipped
 
-    def _backward(self, rows: Sequence[Row], sums: dict[Origin, Sums]) -> Gradients:
+    def _backward(self, batch: Sequence[Row]) -> Measured:
         """Leave the gradient of all rows in the parameters; measure its parts if asked to."""
-        trained = [row for row in rows if row.trained]
+        measured = Measured()
+        own_mean = rows.own_mean_logprob(batch) if self.training.external_weighting == "likelihood" else None
+        trained = [row for row in batch if row.trained]
         if not self.training.producer_gradients:
-            self._accumulate(trained, sums)
-            return Gradients()
-        norms = {row.producer: 0.0 for row in rows}
-        streams: dict[Origin, float] = {}
+            self._accumulate(trained, own_mean, measured)
+            return measured
+        measured.producers = {row.producer: 0.0 for row in batch}
         total = [torch.zeros_like(parameter) for parameter in self.parameters]
         # External producers first: what they add up to is then there to be measured before the local part joins.
-        for origin in ("external", "local"):
+        origins: tuple[Origin, ...] = ("external", "local")
+        for origin in origins:
             part: list[Tensor] = []
-            for producer in norms:
+            for producer in measured.producers:
                 mine = [row for row in trained if (row.origin, row.producer) == (origin, producer)]
                 if mine:
-                    part = self._gradient(mine, sums)
-                    norms[producer] = _norm(part)
+                    self.optimizer.zero_grad(set_to_none=True)
+                    self._accumulate(mine, own_mean, measured)
+                    part = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+                    measured.producers[producer] = _norm(part)
                     torch._foreach_add_(total, part)
-            streams[origin] = _norm(total if origin == "external" else part)
+            measured.streams[origin] = _norm(total if origin == "external" else part)
         for parameter, gradient in zip(self.parameters, total, strict=True):
             parameter.grad = gradient
-        return Gradients(norms, streams)
+        return measured
 
-    def _gradient(self, rows: Sequence[Row], sums: dict[Origin, Sums]) -> list[Tensor]:
-        """The gradient of these rows alone."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self._accumulate(rows, sums)
-        return [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
-
-    def _accumulate(self, rows: Sequence[Row], sums: dict[Origin, Sums]) -> None:
+    def _accumulate(self, trained: Sequence[Row], own_mean: float | None, measured: Measured) -> None:
         """Forward and backward of these rows, in micro-batches."""
-        for batch in micro_batches(list(self._pieces(rows)), self.training.micro_batch_tokens):
+        for batch, share in self._micro_batches(trained):
             workers.stage("training", deadline=MICRO_BATCH_SECONDS)
             keys = [key for piece in batch for key in piece.keys]
             inputs = (
@@ -330,93 +239,115 @@ class Trainer:
                 if self.policy.packed
                 else pad(batch, self.policy.device)
             )
-            logprobs_N, entropy_N = token_logprobs(
-                self.policy.model, inputs, self.inference.temperature, self.policy.split_head
-            )
-            self._loss([rows[key] for key in keys], logprobs_N, entropy_N, sums).backward()  # type: ignore[no-untyped-call]
+            reference_N = None
+            if self.reference is not None and self.training.kl_coef:
+                reference_N = self.reference.logprobs(inputs, self.inference.temperature)
+            logprobs_N, entropy_N = self._logprobs(inputs)
+            sums = measured if share else Measured()
+            loss = self._loss([trained[key] for key in keys], logprobs_N, entropy_N, reference_N, own_mean, sums)
+            (share * loss).backward()  # type: ignore[no-untyped-call]
             workers.progress()
 
-    def _pieces(self, rows: Sequence[Row]) -> Iterable[Piece]:
+    def _logprobs(self, inputs: Packed) -> Chosen:
+        """The policy's log-probs, with gradient."""
+        return token_logprobs(self.policy.model, inputs, self.inference.temperature, self.policy.split_head)
+
+    def _micro_batches(self, trained: Sequence[Row]) -> list[tuple[list[Piece], float]]:
+        """What goes through the model together, and what its loss is multiplied with; 0: it is not measured either."""
+        return [(batch, 1.0) for batch in micro_batches(list(self._pieces(trained)), self.training.micro_batch_tokens)]
+
+    def _pieces(self, trained: Sequence[Row]) -> Iterable[Piece]:
         groups: dict[tuple[str, int], list[int]] = defaultdict(list)
-        for key, row in enumerate(rows):
+        for key, row in enumerate(trained):
             groups[row.producer, row.group_id].append(key)
         for keys in groups.values():
-            whole = Piece(rows[keys[0]].prompt, [rows[key].tokens for key in keys], keys)
+            whole = Piece(trained[keys[0]].prompt, [trained[key].tokens for key in keys], keys)
             if self.policy.packed:
                 yield from split(whole, min(MAX_PACKED_TOKENS, self.training.micro_batch_tokens))
             else:
                 yield from singles(whole)
 
-    def _loss(self, rows: Sequence[Row], logprobs_N: Tensor, entropy_N: Tensor, sums: dict[Origin, Sums]) -> Tensor:
-        """This micro-batch's share of the loss; its metrics go into `sums`."""
-        unknown = float("nan")
-        lengths = torch.tensor([len(row.tokens) for row in rows])
-        table = torch.tensor([[row.advantage, row.scale, float(row.origin == "local")] for row in rows])
+    def _loss(
+        self,
+        batch: Sequence[Row],
+        logprobs_N: Tensor,
+        entropy_N: Tensor,
+        reference_N: Tensor | None,
+        own_mean: float | None,
+        measured: Measured,
+    ) -> Tensor:
+        """This micro-batch's share of the loss; its metrics go into `measured`."""
+        lengths = torch.tensor([len(row.tokens) for row in batch])
+        table = torch.tensor([[row.advantage, row.scale, float(row.origin == "local")] for row in batch])
         advantage_N, scale_N, local_N = torch.repeat_interleave(table, lengths, dim=0).to(logprobs_N).unbind(-1)
-        old_N = torch.tensor(
-            [value for row in rows for value in (row.old or [unknown] * len(row.tokens))],
+        unknown = float("nan")
+        recorded_N = torch.tensor(
+            [value for row in batch for value in (row.old or [unknown] * len(row.tokens))],
             dtype=logprobs_N.dtype,
             device=logprobs_N.device,
         )
-        result = surrogate(logprobs_N, old_N, advantage_N, scale_N, self.training.clip_low, self.training.clip_high)
-        delta_N = (logprobs_N.detach() - old_N).abs()
-        parts = torch.stack(
-            [
-                result.loss_N.detach(),
-                torch.ones_like(local_N),
-                result.clipped_N.to(local_N),
-                result.ratio_N,
-                entropy_N,
-                logprobs_N.detach(),
-                delta_N.nan_to_num(0.0),
-                (~old_N.isnan()).to(local_N),
-            ]
-        )
-        sums["local"].add((parts * local_N).sum(-1).tolist())
-        sums["external"].add((parts * (1 - local_N)).sum(-1).tolist())
+        weight_N = None
+        if own_mean is not None:
+            row_N = torch.repeat_interleave(torch.arange(len(batch)), lengths).to(logprobs_N.device)
+            weight_N = likelihood_weights(logprobs_N, row_N, len(batch), own_mean)[row_N]
+            weight_N = torch.where(local_N == 1, 1.0, weight_N)
+            advantage_N = advantage_N * weight_N
+        result = self.objective(logprobs_N, recorded_N, advantage_N, scale_N)
+        kl_N = None
+        if reference_N is not None:
+            kl_N = kl_penalty(logprobs_N, reference_N)
+            result = result.plus(self.training.kl_coef * scale_N * kl_N)
+        measured.add(result, logprobs_N, recorded_N, entropy_N, kl_N, weight_N, local_N)
         return result.loss_N.sum()
 
     # ---- checkpoints -------------------------------------------------------------------------------------------------
 
     def write(self, folder: Path) -> None:
         """Write a Hugging Face model folder and the trainer's tensors into an existing folder."""
+        self._write(folder, state.moments(self.trained, self.optimizer))
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """While all of the weights are in `policy.model`; here they always are."""
+        yield
+
+    def close(self) -> None:
+        """Let go of what other processes do for it; here none does."""
+
+    def _write(self, folder: Path, moments: dict[str, Tensor]) -> None:
         workers.stage("checkpoint", deadline=MICRO_BATCH_SECONDS)
-        self.policy.model.save_pretrained(folder)
+        adapters.save_model(self.policy.model, folder)
         self.policy.tokenizer.save_pretrained(folder)
-        state.write(folder, self.policy.model, self.optimizer, self.generator)
+        extra = adapters.tensors(self.policy.model)
+        if self.reference is not None:
+            extra[ORIGIN] = self.reference.fingerprint
+        state.write(folder, moments, self.generator, extra)
 
     def read(self, folder: Path, version: int) -> None:
-        """Take optimizer and random numbers from a checkpoint; the weights were loaded with the policy."""
-        state.read(folder, self.policy.model, self.optimizer, self.generator)
+        """Take optimizer, random numbers and adapters from a checkpoint; other weights were loaded with the policy.
+
+        Raises OSError, SafetensorError or ValueError for a damaged one, Refused for one of other settings.
+        """
+        saved = state.load(folder)
+        origin = saved.extra.pop(ORIGIN, None)
+        adapters.restore(self.policy.model, saved.extra, folder)
+        if origin is not None and self.reference is not None and not self.reference.is_that_of(origin):
+            raise workers.Refused(
+                f"{folder} began with another model than training.model ({self.training.model}) is now; set it to the "
+                "one that this node started from"
+            )
+        state.restore(saved, self.trained, self.optimizer, self.generator)
         self.version = version
 
 
+Make = Callable[[Policy, TrainingSection, InferenceSection, int | None, Policy | None], Trainer]
+"""Builds a trainer on a policy just loaded: settings, seed, and the policy that the node started from, as above."""
+
+
 def _norm(tensors: Sequence[Tensor]) -> float:
-    return float(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
+    return _number(torch.nn.utils.get_total_norm(tensors)) if tensors else 0.0
 
 
-def _metrics(rows: Sequence[Row], sums: dict[Origin, Sums], gradients: Gradients) -> dict[str, float]:
-    """Plain numbers of one round; docs/operations.md explains each."""
-    tokens = sum(one.tokens for one in sums.values())
-    metrics: dict[str, Any] = {
-        "loss": sums["local"].loss + sums["external"].loss,
-        "tokens_trained": tokens,
-        "tokens_masked": sum(len(row.tokens) for row in rows if row.weight == 0.0),
-    }
-    if tokens:
-        metrics["entropy"] = sum(one.entropy for one in sums.values()) / tokens
-    for origin, one in sums.items():
-        metrics[f"loss_{origin}"] = one.loss
-        if one.tokens:
-            metrics[f"clip_fraction_{origin}"] = one.clipped / one.tokens
-            metrics[f"logprob_{origin}"] = one.logprob / one.tokens
-            if origin == "local":  # an external one is 1 by construction
-                metrics["ratio_mean_local"] = one.ratio / one.tokens
-        if one.known and origin == "local":  # others' recorded log-probs do not travel
-            metrics["delta_logprob_local"] = one.delta / one.known
-        if origin in gradients.streams:
-            metrics[f"grad_norm_{origin}"] = gradients.streams[origin]
-    if all(one.tokens for one in sums.values()):
-        # Producers' own log-probs do not travel, so their distance is seen in how much less likely their text is to us.
-        metrics["delta_logprob_producers"] = metrics["logprob_local"] - metrics["logprob_external"]
-    return {key: float(value) for key, value in metrics.items()}
+def _number(tensor: Tensor) -> float:
+    """Also of a tensor whose parts several devices hold."""
+    return float(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)

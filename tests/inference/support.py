@@ -13,6 +13,7 @@ import uvloop
 
 from sapo_node.config import NodeConfig
 from sapo_node.inference.base import Sampled, SamplingParams
+from sapo_node.inference.vllm import VLLMEngine
 from sapo_node.training.base import ModelInfo, ShareRequest, Weights
 from sapo_node.training.logprobs import log_softmax
 from sapo_node.training.policy import Policy, load_policy
@@ -31,7 +32,8 @@ CLOSE = 1e-3  # between two engines' log-probs of one token; another version of 
 
 
 def settings(data: Path, **over: Any) -> NodeConfig:
-    """A node on the embedded model, with a learning rate at which every step shows."""
+    """A node on the embedded model, with a learning rate at which every step shows. Its data directory is made."""
+    data.mkdir(parents=True, exist_ok=True)
     base = {
         "node": {"data_dir": str(data), "threads": 1, "seed": 7},
         "training": {"model": "demo", "lr": 0.001},
@@ -63,6 +65,12 @@ class Loop:
 
     def close(self) -> None:
         self._runner.close()
+
+
+async def until_up(engine: VLLMEngine) -> None:
+    """Wait until the engine can sample."""
+    while not engine.up:
+        await asyncio.sleep(0.1)
 
 
 @torch.no_grad()

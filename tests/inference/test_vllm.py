@@ -41,13 +41,14 @@ from tests.inference.support import (
     needs_vllm,
     settings,
     shared_memory,
+    until_up,
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400), needs_vllm]
 
 DEMO = REPOSITORY / "sapo_node" / "assets" / "demo"
 START_SECONDS = 300.0  # three at once on two busy cores
-LONG = SamplingParams(n=16, max_tokens=150)
+LONG = SamplingParams(n=24, max_tokens=190)  # seconds of sampling, so that an exchange falls into it
 NAMES = ("tied", "untied", "forgetful")
 PAD = 1  # place of the padding token among the special ones: sampled next to never, so completions grow long
 
@@ -258,7 +259,7 @@ def bad_syncs(rig: Rig) -> dict[str, Seen]:
         one.source.spoil = None
         seen.was_up, seen.state = one.engine.up, one.engine.state
         (seen.sampling,) = await asyncio.gather(call, return_exceptions=True)
-        await one.engine.until_up()
+        await until_up(one.engine)
         return seen
 
     async def scenario() -> list[Seen]:
@@ -322,7 +323,7 @@ def kills(rig: Rig, bad_syncs: dict[str, Seen]) -> dict[str, Seen]:
         await wait_down(one)
         await asyncio.sleep(0.8)  # `keep_up` looks twice a second
         seen.was_up, seen.state = one.engine.up, one.engine.state
-        await one.engine.until_up()
+        await until_up(one.engine)
         return seen
 
     async def scenario() -> list[Seen]:

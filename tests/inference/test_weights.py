@@ -25,6 +25,14 @@ def prepare(tmp_path: Path, wanted: Path | None = None, weight_bytes: int = ROOM
     return WeightsFolder.prepare(wanted, tmp_path / "data", weight_bytes).path
 
 
+@pytest.fixture(autouse=True)
+def data(tmp_path: Path) -> Path:
+    """A node's data directory."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    return folder
+
+
 def fill(folder: Path, *versions: str) -> None:
     for version in versions:
         (folder / version).mkdir()
@@ -66,8 +74,12 @@ def test_a_folder_that_was_asked_for_is_used_whatever_there_is(tmp_path: Path) -
 
 
 def test_two_nodes_of_one_machine_do_not_meet(tmp_path: Path) -> None:
-    first, second = (WeightsFolder.prepare(None, tmp_path / name, ROOM).path for name in ("a", "b"))
-    assert first != second
+    first = prepare(tmp_path)
+    fill(first, "v00000001")
+    (tmp_path / "data").rename(tmp_path / "other")  # another container's, which calls its own data directory alike
+    (tmp_path / "data").mkdir()
+    assert prepare(tmp_path) != first
+    assert (first / "v00000001").exists()
 
 
 def test_what_a_killed_node_left_behind_is_removed_by_its_next_start(tmp_path: Path, memory: Path) -> None:

@@ -113,6 +113,26 @@ def test_rewards_must_fit_the_completions(path: Path) -> None:
 # Candidates
 
 
+def test_own_rewards_are_means_by_task_over_recent_groups_used_or_not(path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        right, half = [1.0, 1.0], [1.0, 0.0]
+        [used, *_] = await pool.add_local(
+            "me",
+            [
+                new_group(0, rewards=right),
+                new_group(1, rewards=half),
+                new_group(2, rewards=half, name="bf"),
+                new_group(3, rewards=right, name="bf", epoch=EPOCH - 20),  # too old
+            ],
+            NOW,
+        )
+        await pool.consume([used], 1)
+        await pool.add_external("peer", bytes(32), [new_group(4, rewards=[0.0, 0.0])], NOW)
+        assert await pool.own_rewards(NOW) == {"gcd": 0.75, "bf": 0.5}
+
+    with_pool(path, use)
+
+
 def test_local_candidates_are_unused_and_within_staleness(path: Path) -> None:
     async def use(pool: Pool) -> None:
         ids = await pool.add_local("me", [new_group(v, policy_version=v) for v in (1, 2, 3, 4)], NOW)

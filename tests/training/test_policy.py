@@ -15,7 +15,17 @@ from transformers import (
 )
 
 from sapo_node.inference.sampling import check_sampling
-from sapo_node.training.policy import check_folder, default_lr, load_policy, make_policy, public_name
+from sapo_node.training.policy import (
+    BFLOAT16_SLOWDOWN,
+    bfloat16_slowdown,
+    check_folder,
+    checkpoint_layers,
+    default_lr,
+    load_policy,
+    make_policy,
+    public_name,
+    refuse_slow_bfloat16,
+)
 from sapo_node.workers import Refused
 from tests.tiny import FAMILIES, Family, make_model, make_tokenizer, write_model
 
@@ -184,7 +194,30 @@ def test_a_sliding_window_is_not_packed() -> None:
 def test_bfloat16_is_allowed_with_a_warning(tmp_path: Path) -> None:
     policy = load_policy(str(write_model(tmp_path, scale=0.05)), device="cpu", dtype="bfloat16")
     assert policy.packed
-    assert any("30 times slower" in note for note in policy.notes)
+    assert any("round away small updates" in note for note in policy.notes)
+
+
+@pytest.mark.parametrize("slowdown", [BFLOAT16_SLOWDOWN, 31.4])
+def test_slow_bfloat16_is_refused_with_what_was_measured(monkeypatch: pytest.MonkeyPatch, slowdown: float) -> None:
+    monkeypatch.setattr("sapo_node.training.policy.bfloat16_slowdown", lambda device: slowdown)  # hardware differs
+    with pytest.raises(Refused, match=f"takes {slowdown:.0f} times as long as float32 on this cpu"):
+        refuse_slow_bfloat16(torch.device("cpu"))
+
+
+def test_fast_bfloat16_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sapo_node.training.policy.bfloat16_slowdown", lambda device: 1.2)
+    refuse_slow_bfloat16(torch.device("cpu"))
+
+
+def test_the_speed_of_bfloat16_is_measured() -> None:
+    assert bfloat16_slowdown(torch.device("cpu")) > 0
+
+
+def test_a_model_without_layers_to_checkpoint_is_refused() -> None:
+    policy = make_policy("plain", make_model(), make_tokenizer())
+    policy.model.supports_gradient_checkpointing = False
+    with pytest.raises(Refused, match="LlamaForCausalLM does not support it"):
+        checkpoint_layers(policy)
 
 
 @pytest.mark.parametrize("name", ["demo", "benchmark"])

@@ -9,7 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sapo_node.config import RolloutsSection, TrainingSection
-from sapo_node.training.sapo import Candidate, RoundPlan, coverage, informative, learnability, peer_cap, plan_round
+from sapo_node.training.sapo import (
+    Candidate,
+    RoundPlan,
+    coverage,
+    informative,
+    learnability,
+    novelty,
+    peer_cap,
+    plan_round,
+)
 
 MIXED = (1.0, 0.0, 0.0, 0.0)
 FLAT = (0.0, 0.0, 0.0, 0.0)
@@ -57,7 +66,7 @@ trainings = st.builds(
     local_groups=st.integers(1, 6),
     external_groups=st.integers(0, 12),
     rule=st.sampled_from(["paper", "capped"]),
-    strategy=st.sampled_from(["uniform", "learnability", "coverage"]),
+    strategy=st.sampled_from(["uniform", "learnability", "coverage", "novelty"]),
     local_zero_advantage=st.sampled_from(["keep", "refill", "resample"]),
     on_shortage=st.sampled_from(["local", "fewer", "wait"]),
 )
@@ -113,6 +122,12 @@ def test_external_choice_is_uniform(rule: str) -> None:
     expected = rounds * wanted / groups
     chi_square = sum((counts[i] - expected) ** 2 / expected for i in range(groups))
     assert chi_square < 31.3  # 99.9 % of chi-square with 11 degrees of freedom
+
+
+@pytest.mark.parametrize(("setting", "chosen"), [("drop", [1]), ("keep", [0, 1])])
+def test_groups_without_advantage_are_chosen_only_where_that_is_asked_for(setting: str, chosen: list[int]) -> None:
+    external = [group(0, rewards=FLAT), group(1, rewards=MIXED)]
+    assert sorted(plan([], external, external_zero_advantage=setting).external_ids) == chosen
 
 
 def test_paper_has_no_cap() -> None:
@@ -203,7 +218,7 @@ def test_drops_are_counted_by_reason() -> None:
 
 def test_learnability_is_p_times_one_minus_p() -> None:
     half, quarter = group(1, rewards=(1.0, 0.0)), group(2, rewards=MIXED)
-    assert learnability([half, quarter]) == pytest.approx([0.25, 0.1875])
+    assert learnability([half, quarter], {}) == pytest.approx([0.25, 0.1875])
 
 
 def test_learnability_draws_in_proportion() -> None:
@@ -211,13 +226,13 @@ def test_learnability_draws_in_proportion() -> None:
     training = TrainingSection(external_groups=1, rule="capped", strategy="learnability")
     rng = random.Random(3)
     picks = Counter(plan_round(training, RolloutsSection(), [], external, rng).external_ids[0] for _ in range(4000))
-    w0, w1 = learnability(external)
+    w0, w1 = learnability(external, {})
     assert picks[0] / 4000 == pytest.approx(w0 / (w0 + w1), abs=0.02)
 
 
 def test_coverage_gives_a_rare_task_as_much_as_a_common_one() -> None:
     external = [*(group(i, task="common") for i in range(9)), group(9, task="rare")]
-    weights = coverage(external)
+    weights = coverage(external, {})
     assert weights[9] == pytest.approx(sum(weights[:9]))
 
 
@@ -229,3 +244,18 @@ def test_learnability_survives_rewards_that_hardly_differ() -> None:
 @pytest.mark.parametrize(("rewards", "expected"), [((), False), ((1.0,), False), (FLAT, False), (MIXED, True)])
 def test_informative(rewards: tuple[float, ...], expected: bool) -> None:
     assert informative(rewards) is expected
+
+
+def test_novelty_prefers_tasks_that_this_node_cannot_do() -> None:
+    external = [group(0, task="known"), group(1, task="known"), group(2, task="half"), group(3, task="never drawn")]
+    weights = novelty(external, {"known": 1.0, "half": 0.5})
+    assert weights[0] == weights[1] < 1e-6
+    assert weights[2:] == [0.5, 1.0]
+
+
+def test_a_strategy_sees_own_rewards() -> None:
+    external = [group(i, task="known", producer=f"peer-{i}") for i in range(20)] + [group(99, task="new")]
+    training = TrainingSection(external_groups=1, rule="capped", strategy="novelty")
+    for seed in range(20):
+        chosen = plan_round(training, RolloutsSection(), [], external, random.Random(seed), {"known": 1.0})
+        assert chosen.external_ids == [99]

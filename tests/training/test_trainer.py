@@ -1,4 +1,5 @@
 import itertools
+import math
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,95 +9,51 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from sapo_node.config import InferenceSection, TrainingSection
 from sapo_node.inference.base import SamplingParams
 from sapo_node.training import checkpoint
-from sapo_node.training.base import Origin, TrainCompletion, TrainGroup
-from sapo_node.training.policy import Policy, load_policy, make_policy
-from sapo_node.training.trainer import Row, Sums, Trainer
+from sapo_node.training.base import TrainCompletion, TrainGroup
+from sapo_node.training.policy import load_policy, make_policy
+from sapo_node.training.rows import Row
+from sapo_node.training.trainer import Trainer
 from tests.tiny import FAMILIES, Family, make_model, make_tokenizer, write_model
-
-QUESTION = "what is 12 + 34?"
-TEXTS = ["46", "the answer is 46", "47", ""]
-
-
-def trainer(
-    family: Family = "llama", *, scale: float = 0.3, dtype: torch.dtype = torch.float32, **settings: Any
-) -> Trainer:
-    policy = make_policy(family, make_model(family, scale=scale).to(dtype), make_tokenizer())
-    return with_policy(policy, **settings)
-
-
-def with_policy(policy: Policy, **settings: Any) -> Trainer:
-    return Trainer(policy, TrainingSection(lr=1e-3, **settings), InferenceSection(max_completion_tokens=16), seed=0)
-
-
-def group(
-    number: int = 0,
-    rewards: tuple[float, ...] = (1, 0, 0, 1),
-    *,
-    origin: Origin = "external",
-    producer: str = "peer",
-    texts: list[str] = TEXTS,
-    finish: Any = "stop",
-) -> TrainGroup:
-    completions = [TrainCompletion(text=text, finish=finish) for text in texts]
-    return TrainGroup(
-        group_id=number,
-        origin=origin,
-        producer=producer,
-        question=QUESTION,
-        completions=completions,
-        rewards=list(rewards),
-        policy_version=0,
-    )
-
-
-def sampled(one: Trainer, rewards: tuple[float, ...] = (1, 0, 0, 0), number: int = 0) -> TrainGroup:
-    batch = one.sample([QUESTION], SamplingParams(n=len(rewards), max_tokens=8))
-    return TrainGroup(
-        group_id=number,
-        origin="local",
-        producer="me",
-        question=QUESTION,
-        completions=[
-            TrainCompletion(text=c.text, finish=c.finish, token_ids=c.token_ids, logprobs=c.logprobs)
-            for c in batch.groups[0]
-        ],
-        rewards=list(rewards),
-        policy_version=batch.policy_version,
-    )
-
-
-def gradient_of(one: Trainer, groups: list[TrainGroup]) -> torch.Tensor:
-    """The gradient a step would take, without taking it."""
-    rows, _ = one._rows(groups)
-    one._weigh(rows)
-    one.optimizer.zero_grad()
-    one._backward(rows, {"local": Sums(), "external": Sums()})
-    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in one.parameters])
+from tests.training.support import QUESTION, TEXTS, gradient_of, group, sampled, trainer, with_policy
 
 
 @torch.no_grad()
-def loss_of(one: Trainer, groups: list[TrainGroup]) -> float:
-    """The loss as the papers write it, a completion at a time, unpacked.
+def plain_logprobs(model: Any, row: Row) -> torch.Tensor:
+    """Of one completion, unpacked."""
+    logits = model(input_ids=torch.tensor([row.prompt + row.tokens])).logits[0, len(row.prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1)[range(len(row.tokens)), row.tokens]
 
-    For external ones, whose old log-probs are their own, it is the function whose gradient a ratio of 1 has.
+
+@torch.no_grad()
+def loss_of(one: Trainer, rows: list[Row], start: list[torch.Tensor]) -> float:
+    """The loss as the papers write it, a completion at a time.
+
+    `start` are the log-probs before the update: what is held constant, importance weights for example, is of those.
     """
-    rows, _ = one._rows(groups)
-    one._weigh(rows)
-    total = 0.0
-    for row in rows:
-        if row.tokens:
-            ids = torch.tensor([row.prompt + row.tokens])
-            logits = one.policy.model(input_ids=ids).logits[0, len(row.prompt) - 1 : -1]
-            logprobs = torch.log_softmax(logits, -1)[range(len(row.tokens)), row.tokens]
-            if row.old is None:
-                total -= float((row.scale * row.advantage * logprobs).sum())
-            else:
-                ratio = torch.exp(logprobs - torch.tensor(row.old, dtype=logprobs.dtype))
-                worth = torch.minimum(ratio * row.advantage, ratio.clamp(0.8, 1.28) * row.advantage)
-                total -= float((row.scale * worth).sum())
+    settings, total = one.training, 0.0
+    own = [value for row in rows if row.origin == "local" for value in row.old or []]
+    for row, before in zip(rows, start, strict=True):
+        if not row.tokens:
+            continue
+        logprobs, advantage = plain_logprobs(one.policy.model, row), row.advantage
+        if settings.external_weighting == "likelihood" and row.origin == "external":
+            advantage *= min(1.0, math.exp(float(before.mean()) - sum(own) / len(own)))
+        old = before if row.old is None else torch.tensor(row.old, dtype=before.dtype)
+        ratio, weight = torch.exp(logprobs - old), torch.exp(before - old)
+        if row.old is None:  # the function whose gradient a ratio of 1 has
+            worth = advantage * logprobs
+        elif settings.objective == "cispo":
+            worth = weight.clamp(0.0, 5.0) * advantage * logprobs
+        elif settings.importance_cap is not None:
+            worth = weight.clamp(max=settings.importance_cap) * advantage * logprobs
+        else:
+            worth = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.28) * advantage)
+        total -= float((row.scale * worth).sum())
+        if one.reference is not None:
+            gap = plain_logprobs(one.reference._policy.model, row) - logprobs
+            total += settings.kl_coef * float((row.scale * (torch.exp(gap) - gap - 1)).sum())
     return total
 
 
@@ -108,9 +65,19 @@ def shift(one: Trainer, direction: torch.Tensor) -> None:
         parameter.data += part.view_as(parameter)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_gradients_equal_finite_differences_in_float64(family: Family) -> None:
-    one = trainer(family, dtype=torch.float64, mask_truncated=False)
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("llama", {"objective": "cispo"}),
+        ("llama", {"importance_cap": 1.1}),
+        ("llama", {"kl_coef": 0.5}),
+        ("llama", {"external_weighting": "likelihood"}),
+        ("llama", {"objective": "cispo", "kl_coef": 0.1, "external_weighting": "likelihood", "advantage": "mean"}),
+    ],
+)
+def test_gradients_equal_finite_differences_in_float64(family: Family, settings: dict[str, Any]) -> None:
+    one = trainer(family, dtype=torch.float64, mask_truncated=False, **settings)
     for module in one.policy.model.modules():
         if isinstance(module, LlamaRMSNorm):  # transformers' own computes in float32, too coarse for differences
             module.forward = partial(
@@ -125,14 +92,18 @@ def test_gradients_equal_finite_differences_in_float64(family: Family) -> None:
         for c in off_policy.completions
     ]
     groups.append(msgspec.structs.replace(off_policy, completions=shifted))
-    gradient = gradient_of(one, groups)
     torch.manual_seed(1)
+    if settings.get("kl_coef"):
+        shift(one, 0.02 * torch.randn(sum(p.numel() for p in one.parameters), dtype=torch.float64))
+    rows, _ = one._rows(groups)
+    start = [plain_logprobs(one.policy.model, row) if row.tokens else torch.zeros(0) for row in rows]
+    gradient = gradient_of(one, groups)
     for _ in range(3):
         direction = torch.randn_like(gradient)
         shift(one, 1e-6 * direction)
-        above = loss_of(one, groups)
+        above = loss_of(one, rows, start)
         shift(one, -2e-6 * direction)
-        below = loss_of(one, groups)
+        below = loss_of(one, rows, start)
         shift(one, 1e-6 * direction)
         slope = float(gradient @ direction)  # parts of it cancel, so what may be off is measured by the whole
         assert (above - below) / 2e-6 == pytest.approx(slope, rel=1e-5, abs=1e-6 * float(gradient.norm()))
@@ -361,6 +332,38 @@ def test_a_resumed_run_is_bitwise_the_run_that_was_not_interrupted(tmp_path: Pat
     assert second.sample([QUESTION], params).groups == straight.sample([QUESTION], params).groups
 
 
+def test_stale_tokens_beyond_the_cap_are_counted() -> None:
+    one = trainer(importance_cap=1.5, mask_truncated=False)
+    own = sampled(one)
+    unlikely = [
+        msgspec.structs.replace(c, logprobs=[value - 1.0 for value in c.logprobs or []]) for c in own.completions
+    ]
+    metrics = one.step([msgspec.structs.replace(own, completions=unlikely), group(1)]).metrics
+    assert metrics["ratio_mean_local"] == pytest.approx(math.e, rel=1e-3)
+    assert metrics["clip_fraction_local"] == 1.0
+    assert metrics["ratio_mean_external"] == 1.0
+    assert metrics["clip_fraction_external"] == 0.0
+
+
+def test_the_entropy_of_both_streams_is_measured() -> None:
+    metrics = trainer(mask_truncated=False).step([group(0), group(1, origin="local", producer="me")]).metrics
+    assert metrics["entropy_local"] == pytest.approx(metrics["entropy_external"], rel=1e-4)  # the same texts
+    assert metrics["entropy"] == pytest.approx(metrics["entropy_local"], rel=1e-4)
+
+
+def test_unlikely_external_completions_weigh_less() -> None:
+    one = trainer(external_weighting="likelihood", mask_truncated=False)
+    metrics = one.step([sampled(one), group(1)]).metrics
+    assert 0 < metrics["likelihood_weight"] < 0.9  # texts that this random model would never write
+    assert "likelihood_weight" not in trainer().step([group(1)]).metrics
+
+
+def test_without_own_completions_there_is_nothing_to_compare_with() -> None:
+    groups = [group(0), group(1, (0, 1, 0, 0))]
+    weighted = gradient_of(trainer(external_weighting="likelihood"), groups)
+    torch.testing.assert_close(weighted, gradient_of(trainer(), groups))
+
+
 def test_a_large_learning_rate_is_warned_about_for_large_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert trainer().info().notes == []
     monkeypatch.setattr("sapo_node.training.trainer.LARGE_PARAMS", 100)
@@ -376,7 +379,7 @@ def test_long_external_groups_do_not_drown_the_local_ones() -> None:
         group(3, (1, 0) * 16, texts=[f"{long}{i}" for i in range(32)]), origin="external", producer="other"
     )
     local = {
-        name: one._backward(rows, {"local": Sums(), "external": Sums()}).streams["local"]
+        name: one._backward(rows).streams["local"]
         for name, rows in (("quiet", weighed(one, [*own, quiet])), ("loud", weighed(one, [*own, loud])))
     }
     assert local["loud"] == pytest.approx(local["quiet"], rel=1e-3)
@@ -385,7 +388,6 @@ def test_long_external_groups_do_not_drown_the_local_ones() -> None:
 def weighed(one: Trainer, groups: list[TrainGroup]) -> list[Row]:
     rows, skipped = one._rows(groups)
     assert not skipped
-    one._weigh(rows)
     return rows
 
 

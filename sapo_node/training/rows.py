@@ -1,0 +1,132 @@
+"""Groups to rows: one completion each as the loss sees it, with its tokens, advantage and weight.
+
+Own completions keep the tokens they were sampled as. Others' arrive as text and are encoded with our template and
+tokenizer; a group for which that cannot be done is left out, with the reason.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from sapo_node.config import InferenceSection, TrainingSection
+from sapo_node.training.advantages import advantages
+from sapo_node.training.base import Origin, TrainGroup
+from sapo_node.training.encoding import Untrainable
+from sapo_node.training.policy import Policy
+from sapo_node.training.scales import completion_weight, stream_shares, token_scales
+
+# Another tokenizer may need more tokens for a text; beyond this an external completion counts as cut by length.
+EXTERNAL_LENGTH = 2
+
+# Characters a token stands for at most, as far as a text is read; runs of blanks in large vocabularies come near.
+MAX_TOKEN_CHARS = 64
+
+
+@dataclass
+class Row:
+    """One completion as the loss sees it."""
+
+    origin: Origin
+    producer: str
+    group_id: int
+    prompt: list[int]
+    tokens: list[int]
+    old: list[float] | None  # log-probs under the sampler; None: unknown
+    advantage: float
+    truncated: bool
+    weight: float = 0.0
+    scale: float = 0.0  # of each token, so that the scaled losses sum up to the loss
+    trained: bool = False  # whether it has a gradient, and so needs a forward pass
+
+
+def encode(
+    groups: Sequence[TrainGroup],
+    policy: Policy,
+    training: TrainingSection,
+    inference: InferenceSection,
+    *,
+    version: int,
+    max_prompt: int,
+) -> tuple[list[Row], dict[int, str]]:
+    """All completions of the groups that can be trained on, and why the other groups cannot (by `group_id`)."""
+    rows: list[Row] = []
+    skipped: dict[int, str] = {}
+    for group in groups:
+        try:
+            if len(group.completions) != len(group.rewards) or not group.rewards:
+                raise Untrainable(f"{len(group.completions)} completions but {len(group.rewards)} rewards")
+            age = version - group.policy_version
+            if group.origin == "local" and age > training.staleness:
+                limit = training.staleness
+                raise Untrainable(f"sampled {age} policy versions ago; training.max_staleness is {limit}")
+            prompt = policy.encoder.prompt(group.question)
+            if len(prompt) > max_prompt:
+                raise Untrainable(f"its prompt has {len(prompt)} tokens; at most {max_prompt} are taken")
+            rows += _encode(group, prompt, policy, training, inference)
+        except Untrainable as error:
+            skipped[group.group_id] = str(error)
+    return rows, skipped
+
+
+def _encode(
+    group: TrainGroup, prompt: list[int], policy: Policy, training: TrainingSection, inference: InferenceSection
+) -> list[Row]:
+    """A group as rows. Raises Untrainable."""
+    values = advantages(group.rewards, training.advantage)
+    room = policy.max_length - len(prompt)
+    external_limit = min(room, EXTERNAL_LENGTH * inference.max_completion_tokens)
+    textual = [one for one in group.completions if one.token_ids is None]
+    # Cut before encoding: a stranger's megabyte of text would cost seconds and be cut afterwards.
+    texts = [one.text[: MAX_TOKEN_CHARS * external_limit] for one in textual]
+    encoded = iter(policy.encoder.completions(texts, [one.finish for one in textual]))
+    rows = []
+    for completion, advantage in zip(group.completions, values, strict=True):
+        tokens, limit = completion.token_ids, room
+        if tokens is None:
+            tokens, limit = next(encoded), external_limit
+        cut = len(tokens) > limit or (
+            completion.token_ids is None and len(completion.text) > MAX_TOKEN_CHARS * external_limit
+        )
+        rows.append(
+            Row(
+                origin=group.origin,
+                producer=group.producer,
+                group_id=group.group_id,
+                prompt=prompt,
+                tokens=tokens[:limit],
+                old=None if completion.logprobs is None else completion.logprobs[:limit],
+                advantage=advantage,
+                truncated=cut or completion.finish == "length",
+            )
+        )
+    return rows
+
+
+def weigh(rows: Sequence[Row], settings: TrainingSection, fixed_length: int) -> None:
+    """Set every row's weight and scale, and whether it is trained on."""
+    streams: dict[Origin, list[Row]] = {"local": [], "external": []}
+    for row in rows:
+        row.weight = completion_weight(
+            row.origin,
+            row.advantage,
+            row.truncated,
+            external_negative=settings.external_negative,
+            mask_truncated=settings.mask_truncated,
+        )
+        streams[row.origin].append(row)
+    shares = stream_shares(
+        {origin: len({row.group_id for row in stream}) for origin, stream in streams.items()},
+        {"local": settings.local_weight, "external": settings.external_weight},
+    )
+    for origin, stream in streams.items():
+        scales = token_scales(
+            [row.weight for row in stream], [len(row.tokens) for row in stream], settings.loss_mean, fixed_length
+        )
+        for row, scale in zip(stream, scales, strict=True):
+            row.scale = shares[origin] * scale
+            row.trained = row.scale != 0.0 and (row.advantage != 0.0 or settings.kl_coef > 0)
+
+
+def own_mean_logprob(rows: Sequence[Row]) -> float | None:
+    """Mean log-prob a token of the own completions, as recorded while sampling; None where none is known."""
+    known = [value for row in rows if row.origin == "local" and row.old for value in row.old]
+    return sum(known) / len(known) if known else None

@@ -1,0 +1,62 @@
+"""How much each completion weighs in the loss, before any forward pass.
+
+The loss of a training batch is one weighted mean, so the weight of every token is known before any forward pass:
+completions without advantage need none, and micro-batches simply add up. What a token's loss is: `loss.py`.
+Names: C completions in the whole training batch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from sapo_node.training.base import Origin
+
+LossMean = Literal["token", "sequence", "fixed"]
+NegativeRule = Literal["keep", "drop", "downweight"]
+
+DOWNWEIGHT = 0.5  # of external completions with negative advantage under `external_negative: downweight`
+
+
+def completion_weight(
+    origin: Origin,
+    advantage: float,
+    truncated: bool,
+    *,
+    external_negative: NegativeRule = "keep",
+    mask_truncated: bool = True,
+) -> float:
+    """Weight of one completion in its stream's weighted mean; 0 leaves it out of the sum and of the count.
+
+    A completion with zero advantage keeps its weight: it adds nothing to the sum but counts in the mean.
+    """
+    if truncated and mask_truncated:
+        return 0.0
+    if origin == "external" and advantage < 0 and external_negative != "keep":
+        return DOWNWEIGHT if external_negative == "downweight" else 0.0
+    return 1.0
+
+
+def stream_shares(groups: Mapping[Origin, int], weights: Mapping[Origin, float]) -> dict[Origin, float]:
+    """What each stream's mean counts in the loss: its weight times its number of groups, over the sum of both.
+
+    Each stream is averaged by itself first. In one mean over all tokens a peer with long or many completions would
+    drown the node's own groups: I and J count groups, so groups share the loss.
+    """
+    total = sum(weights[origin] * count for origin, count in groups.items())
+    return {origin: weights[origin] * count / total if total else 0.0 for origin, count in groups.items()}
+
+
+def token_scales(weights: Sequence[float], lengths: Sequence[int], mean: LossMean, fixed_length: int) -> list[float]:
+    """What a token's loss is multiplied with, for each of the C completions; the products sum up to the loss.
+
+    `token`: mean over all tokens. `sequence`: mean over a completion's tokens, then over completions (GRPO as first
+    published). `fixed`: mean over completions of sums divided by `fixed_length`, so that length cannot buy a smaller
+    penalty (Dr.GRPO, arXiv:2503.20783). Completions without tokens get 0.
+    """
+    if mean == "token":
+        total = sum(weight * length for weight, length in zip(weights, lengths, strict=True))
+        return [weight / total if weight and length else 0.0 for weight, length in zip(weights, lengths, strict=True)]
+    total = sum(weight for weight, length in zip(weights, lengths, strict=True) if length)
+    return [
+        weight / total / (length if mean == "sequence" else fixed_length) if weight and length else 0.0
+        for weight, length in zip(weights, lengths, strict=True)
+    ]

@@ -1,0 +1,186 @@
+"""One optimiser step by our trainer, by TRL's GRPOTrainer and by genrl's GRPO trainer: time, memory, exactness.
+
+    python scripts/bench/trainer.py                 # the embedded model
+    python scripts/bench/trainer.py --all           # also SmolLM2-135M and a random model with 152 k tokens
+
+Everyone does the same step: 64 sequences (8 groups of 8 completions), the same weights in float32, the same tokens, one
+CPU thread. Each contender is a process of its own; in each repetition all take one step in turn, so that whatever else
+the machine does meets all of them, and ratios are taken repetition by repetition. Memory is the peak of the resident
+size above what was resident before the first step. Errors of the log-probs are against a float64 forward pass without
+batch and padding.
+
+TRL and genrl live in virtual environments that this script makes in a cache folder (a few minutes and 3 GB, once); the
+settings they run with are in `contenders` below, why they are the fastest in docs/benchmarks.md.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from trainer_bench import environments, report, workload
+from trainer_bench.report import Measured
+
+LR = 1e-6  # weights stay what they were, so all repetitions do the same work
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A library, in one configuration."""
+
+    name: str
+    library: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model, with the completions' lengths (`full` or `mixed`, at most `longest`) and how often to measure."""
+
+    model: str
+    questions: str  # of which shipped configuration
+    shape: str
+    longest: int
+    repeats: int
+    trl_rows: tuple[int, ...]
+
+
+EMBEDDED = (
+    Workload("benchmark", "node", "mixed", 64, 10, (64, 16)),
+    Workload("benchmark", "paper", "mixed", 64, 10, (64, 16)),
+)
+LARGE = (
+    Workload("smollm2", "node", "mixed", 24, 2, (16,)),
+    Workload("random-0.1b", "node", "mixed", 24, 2, (16,)),
+)
+
+
+def contenders(rows: Sequence[int]) -> list[Entry]:
+    """Who takes part; ours first. `rows`: sequences a forward pass that TRL is tried with."""
+    return [
+        Entry("ours", "ours", {"micro_batch_tokens": 2048}),  # as configs/demo.yaml sets it for embedded models
+        *(Entry(f"trl {number} rows", "trl", {"rows": number}) for number in rows),
+        Entry("genrl minibatch 64", "genrl", {"minibatch_size": 64, "enable_gradient_checkpointing": False}),
+        Entry("genrl defaults", "genrl"),
+    ]
+
+
+class Child:
+    """A contender's process."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self.process = process
+
+    def ask(self, command: str = "") -> Any:
+        """Its answer to a command; without one, what it says when it is ready."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        if command:
+            print(command, file=self.process.stdin, flush=True)
+        line = self.process.stdout.readline()
+        if not line:
+            raise click.ClickException("a contender ended; its output says why")
+        return json.loads(line)
+
+
+@contextmanager
+def child(python: Path, entry: Entry, job: Path, log: Path) -> Iterator[Child]:
+    """Start a contender; it ends with the block."""
+    here = str(Path(__file__).parent)
+    environment = {**os.environ, "PYTHONPATH": here, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    if entry.library == "ours":
+        environment["PYTHONPATH"] = os.pathsep.join([here, str(Path(here).parents[1])])
+    command = [python, "-m", "trainer_bench.child", entry.library, job]
+    with log.open("w") as errors:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
+        )
+    try:
+        one = Child(process)
+        try:
+            one.ask()
+            yield one
+        except click.ClickException as error:
+            raise click.ClickException(f"{entry.name}: {error.message}\n{log.read_text()[-4000:]}") from error
+    finally:
+        process.kill()
+        process.wait()
+
+
+def measure(what: Workload, cache: Path, flat_groups: int, entries: Sequence[Entry]) -> list[Measured]:
+    """All contenders on one workload, in turns."""
+    folder = environments.model_folder(cache, what.model)
+    batches, exact = workload.make(folder, what.questions, what.shape, what.longest, flat_groups)
+    sizes = workload.describe(batches["all"])
+    click.echo(f"\n{what.model}, questions of {what.questions}.yaml, completions {what.shape} <= {what.longest} tokens")
+    click.echo(json.dumps(sizes))
+    measured = [Measured(entry.name) for entry in entries]
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        children = []
+        for number, entry in enumerate(entries):
+            job = Path(scratch) / f"{number}.json"
+            job.write_text(
+                json.dumps(
+                    {
+                        "model": str(folder),
+                        "settings": entry.settings,
+                        "threads": 1,
+                        "lr": LR,
+                        "sequences": sizes["sequences"],
+                        "max_prompt": sizes["prompt_tokens"][1],
+                        "max_completion": what.longest,
+                        "batches": batches,
+                    }
+                )
+            )
+            python = Path(sys.executable) if entry.library == "ours" else environments.python_of(cache, entry.library)
+            children.append(stack.enter_context(child(python, entry, job, Path(scratch) / f"{number}.log")))
+        pairs = list(zip(children, measured, strict=True))
+        # A large model's first step counts: what a warm-up costs there is small beside the step.
+        warm_ups = 1 if what.repeats > 2 else 0
+        for repetition in range(what.repeats + warm_ups):
+            for one, into in pairs:
+                into.add(one.ask("step all"), warm_up=repetition < warm_ups)
+        for _ in range(what.repeats if flat_groups else 0):
+            for one, into in pairs:
+                into.flat_cpu_seconds.append(one.ask("step flat")["cpu_seconds"])
+        for one, into in pairs:
+            into.compare(workload.compared(batches["all"], one.ask("logprobs all")), exact)
+    return measured
+
+
+@click.command()
+@click.option("--all", "everything", is_flag=True, help="Also SmolLM2-135M and a random model with a large vocabulary.")
+@click.option("--model", "models", multiple=True, type=click.Choice(environments.MODELS), help="Only these.")
+@click.option("--repeats", type=int, help="Repetitions instead of each workload's own.")
+@click.option("--flat-groups", default=3, show_default=True, help="Groups without advantage in the second batch.")
+@click.option("--envs", type=click.Path(path_type=Path), default=environments.default_cache, help="The cache folder.")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Raw values: a .csv or .json file.")
+def main(
+    everything: bool, models: tuple[str, ...], repeats: int | None, flat_groups: int, envs: Path, out: Path | None
+) -> None:
+    """Measure, and print a table a workload."""
+    known = (*EMBEDDED, *LARGE, Workload("random-0.5b", "node", "mixed", 24, 1, (16,)))
+    chosen = [one for one in known if one.model in models] if models else [*EMBEDDED, *(LARGE if everything else ())]
+    results = []
+    for what in chosen:
+        if repeats:
+            what = replace(what, repeats=repeats)
+        measured = measure(what, envs, flat_groups, contenders(what.trl_rows))
+        click.echo(report.table(measured))
+        for line in report.goals(measured):
+            click.echo(line)
+        results.append((asdict(what), measured))
+    if out:
+        report.write(out, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""The parts of scripts/bench/trainer.py: who is measured, on what, and how."""

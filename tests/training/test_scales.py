@@ -1,0 +1,43 @@
+import pytest
+
+from sapo_node.training.scales import completion_weight, stream_shares, token_scales
+
+
+@pytest.mark.parametrize(
+    ("mean", "expected"),
+    [
+        # completions of 2, 4 and 3 tokens with weights 1, 0.5 and 0
+        ("token", [1 / 4, 0.5 / 4, 0.0]),
+        ("sequence", [1 / 1.5 / 2, 0.5 / 1.5 / 4, 0.0]),
+        ("fixed", [1 / 1.5 / 10, 0.5 / 1.5 / 10, 0.0]),
+    ],
+)
+def test_scales_make_weighted_means(mean: str, expected: list[float]) -> None:
+    scales = token_scales([1.0, 0.5, 0.0], [2, 4, 3], mean, 10)  # type: ignore[arg-type]
+    # token: (1 x) 1 / (1 x 2 + 0.5 x 4)
+    assert scales == pytest.approx(expected)
+
+
+def test_nothing_to_train_on_divides_by_nothing() -> None:
+    for mean in ("token", "sequence", "fixed"):
+        assert token_scales([0.0, 1.0], [3, 0], mean, 8) == [0.0, 0.0]  # type: ignore[arg-type]
+
+
+def test_streams_share_the_loss_by_groups_and_weights() -> None:
+    even = {"local": 1.0, "external": 1.0}
+    assert stream_shares({"local": 4, "external": 4}, even) == {"local": 0.5, "external": 0.5}  # type: ignore[arg-type]
+    assert stream_shares({"local": 6, "external": 2}, even)["external"] == 0.25  # type: ignore[arg-type]
+    assert stream_shares({"local": 4, "external": 0}, even) == {"local": 1.0, "external": 0.0}  # type: ignore[arg-type]
+    doubled = {"local": 1.0, "external": 2.0}
+    assert stream_shares({"local": 4, "external": 4}, doubled)["external"] == pytest.approx(2 / 3)  # type: ignore[arg-type]
+    assert stream_shares({"local": 0, "external": 0}, even) == {"local": 0.0, "external": 0.0}  # type: ignore[arg-type]
+
+
+def test_weights_follow_the_masks() -> None:
+    assert completion_weight("local", -1.0, False, external_negative="drop") == 1.0
+    assert completion_weight("external", -1.0, False) == 1.0
+    assert completion_weight("external", -1.0, False, external_negative="drop") == 0.0
+    assert completion_weight("external", -1.0, False, external_negative="downweight") == 0.5
+    assert completion_weight("external", 0.0, False, external_negative="drop") == 1.0
+    assert completion_weight("local", 1.0, True) == 0.0
+    assert completion_weight("local", 1.0, True, mask_truncated=False) == 1.0
