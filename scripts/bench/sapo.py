@@ -22,8 +22,9 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from pathlib import Path
 
 import click
+from simulation import report as tables
 from simulation.arms import ARMS, EMBEDDED, REPOSITORY
-from simulation.stages import BASES, STAGES
+from simulation.stages import BASES, REFERENCES, STAGES
 from simulation.swarm import COLUMNS, Point, Run, execute, row
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "sapo"
@@ -79,6 +80,22 @@ def run(results: Path, stage: str, workers: int, bases: Path) -> None:
                     f"{points[0].held_out:.3f} -> {points[-1].last:.3f}; {minutes:.0f} min, about "
                     f"{minutes / taken * len(waiting):.0f} more"
                 )
+
+
+@cli.command()
+@click.pass_obj
+def report(results: Path) -> None:
+    """Print each stage's tables, and draw its curves beside its results."""
+    for stage in STAGES:
+        found = tables.read(results / f"{stage}.csv")
+        if not found:
+            continue
+        click.echo(f"\n## {stage}\n")
+        if len({one.run.lr for one in found}) > 1:
+            click.echo(tables.rates(found) + "\n")
+            continue  # arms at different rates are no arms to compare
+        click.echo(tables.comparison(found, REFERENCES))
+        tables.draw(found, list(tables.by_arm(found)), results / f"{stage}.png")
 
 
 def take(one: Run, base: Path) -> tuple[Run, list[Point]]:

@@ -1,0 +1,115 @@
+"""The swarm in one process: that arms are paired, that groups cross it, and that results come back as they were."""
+
+import asyncio
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts" / "bench"))
+
+from sapo import append, finished
+from simulation.arms import ARMS, EMBEDDED, Arm, mix
+from simulation.report import by_arm, comparison, ratio, read
+from simulation.swarm import Point, Run, execute, swarm
+
+pytestmark = pytest.mark.slow
+
+
+def small(name: str, nodes: int = 2, **changes: object) -> Arm:
+    arm = ARMS[name]
+    return Arm(arm.name, arm.training, arm.rollouts, nodes=nodes, **changes)  # type: ignore[arg-type]
+
+
+async def questions(arm: Arm, seed: int, rounds: int = 2) -> list[list[bytes]]:
+    """Hashes of the questions that each node drew, round after round."""
+    found: list[list[bytes]] = []
+    async with swarm(arm, EMBEDDED, seed, 3e-4) as (made, _, _):
+        for number in range(rounds):
+            await made.round(number)
+            for node in made.nodes:
+                rows = await node.pool._reader.ask(  # what no candidate shows: groups that were used
+                    lambda db: db.execute(
+                        "SELECT question_sha256 FROM groups WHERE origin = 'local' ORDER BY id"
+                    ).fetchall()
+                )
+                found.append([digest for (digest,) in rows])
+    return found
+
+
+def test_arms_of_one_seed_ask_the_same_questions_whatever_they_do_with_them() -> None:
+    eight = asyncio.run(questions(small("8/0"), 0))
+    four = asyncio.run(questions(small("4/4"), 0))
+    assert [asked[:4] for asked in eight[:2]] == [asked[:4] for asked in four[:2]]  # both nodes, first round
+    assert [asked[8:12] for asked in eight[2:]] == [asked[4:8] for asked in four[2:]]  # second round
+    assert asyncio.run(questions(small("4/4"), 1)) != four
+
+
+def test_a_run_can_be_repeated_to_the_last_digit_and_groups_cross_the_swarm() -> None:
+    run = Run("test", "4/4", "benchmark", 0, 1e-3, 3)
+
+    def once() -> list[Point]:
+        return asyncio.run(execute(run, small("4/4", nodes=4), EMBEDDED, lambda number: None))
+
+    first, second = once(), once()
+    for one, other in zip(first, second, strict=True):
+        assert (one.held_out, one.reward_first, one.tokens, one.last) == (
+            other.held_out,
+            other.reward_first,
+            other.tokens,
+            other.last,
+        )
+    assert first[-1].external > 0
+    assert first[-1].completions == 4 * 3 * 4 * 8  # nodes x rounds x I x L
+
+
+def test_own_past_groups_come_back_and_no_others() -> None:
+    async def producers() -> set[str]:
+        found: set[str] = set()
+        async with swarm(small("4/4", own_past=True), EMBEDDED, 0, 3e-4) as (made, _, _):
+            for number in range(6):
+                await made.round(number)
+                for node in made.nodes:
+                    found |= {one.producer for one in await node.pool.external_candidates(made._clock())}
+        return found
+
+    assert asyncio.run(producers()) == {"own past"}
+
+
+def test_results_come_back_from_their_file_and_unfinished_runs_do_not(tmp_path: Path) -> None:
+    def points(scale: float, last: bool = True) -> list[Point]:
+        rest = {"held_out_any": 0.0, "lowest": 0.0, "highest": 0.0, "reward_first": 0.0, "reward_after": 0.0}
+        more = rest | {"informative": 0.0, "external": 0.0, "tokens": 0}
+        return [
+            Point(
+                round=at,
+                held_out=scale * at,
+                completions=at,
+                seconds=at,
+                last=scale * at if last and at else None,
+                last_any=0.5 if last and at else None,
+                **more,  # type: ignore[arg-type]
+            )
+            for at in (0, 20)
+        ]
+
+    file = tmp_path / "test.csv"
+    for seed in (0, 1):
+        append(file, Run("test", "a", "benchmark", seed, 1e-4, 20), points(0.02))
+        append(file, Run("test", "b", "benchmark", seed, 1e-4, 20), points(0.01))
+    append(file, Run("test", "b", "benchmark", 2, 1e-4, 20), points(0.01, last=False))
+    assert len(finished(file)) == 4
+    results = read(file)
+    assert len(results) == 4
+    arms = by_arm(results)
+    found = ratio(arms["a"], arms["b"])
+    assert found is not None
+    assert found.estimate == pytest.approx(2.0)
+    assert "| a | 2 | 0.200 |" in comparison(results, ["b"])
+
+
+def test_every_arm_has_settings_that_a_node_takes() -> None:
+    for arm in ARMS.values():
+        config = arm.config(EMBEDDED, 1e-4)
+        assert config.training.on_shortage == "fewer"
+    assert Arm("x", mix(3, 5)).config(EMBEDDED, 1e-4).training.external_groups == 5
