@@ -153,7 +153,7 @@ def test_a_model_that_is_no_causal_language_model_is_told(nodes: Swarm, tmp_path
     (model / "config.json").write_text('{"model_type": "bert", "architectures": ["BertForMaskedLM"]}')
     node = nodes.node("node", swarm=SILO, training={"model": str(model)})
     code, said = outcome(node)
-    assert code == 1
+    assert code == 2
     assert "causal" in said
 
 

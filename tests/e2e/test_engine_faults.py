@@ -57,7 +57,7 @@ def test_an_engine_that_dies_at_every_batch_does_not_end_the_node(nodes: Swarm) 
     rounds = node.rounds[-1].round
     node.wait_rounds(rounds + 2, 60)
     assert node.status is not None
-    assert node.status.engine_restarts >= 3
+    assert node.status.engine_restarts >= 2  # the third may still be under way
     assert "in_a_row" not in node.log.split("a batch could not be sampled")[1].splitlines()[0]
     assert node.stop() == 0
 

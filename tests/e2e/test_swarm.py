@@ -290,11 +290,9 @@ def test_a_data_directory_in_use_ends_with_4(nodes: Swarm) -> None:
         ({"model": str(REPOSITORY / "docs")}, "config.json"),
     ],
 )
-def test_a_model_that_cannot_be_loaded_ends_with_1_and_a_sentence(
-    nodes: Swarm, training: dict[str, Any], words: str
-) -> None:
+def test_a_model_that_is_none_ends_with_2_and_a_sentence(nodes: Swarm, training: dict[str, Any], words: str) -> None:
     node = nodes.node("node", training=training, swarm={"enabled": False}).start()
-    assert node.wait_exit(120) == 1
+    assert node.wait_exit(120) == 2
     assert words in node.log
     assert "Traceback" not in node.log
 
