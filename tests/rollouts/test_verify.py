@@ -337,7 +337,7 @@ def test_who_sends_costly_groups_is_shunned_and_what_still_comes_is_not_judged(u
     for index in range(8):
         opened = envelope(unguarded.sender, hanging(index, protocol.epoch_of(now)))
         received = Received(opened=opened, size=1000, peer_id=unguarded.sender.peer_id, via="dht", seconds=0.0)
-        unguarded.runner.run(arrivals._take(received))
+        unguarded.runner.run(arrivals.take(received))
     assert not book.welcome(unguarded.sender.peer_id, now)
     assert unguarded.scorers.faults == arrivals.reasons[Reason.COSTLY] == 4
 
