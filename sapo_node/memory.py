@@ -156,8 +156,9 @@ def _trainer(shape: ModelShape, config: NodeConfig, layout: Layout) -> Iterator[
         learnt = 4 * trained  # adapters are float32 whatever the weights are
         of = f"{_count(trained)} numbers of adapters x 4 bytes (training.lora_rank)"
         yield Part("adapters", of, learnt, place)
+        # A layer's own output stays until the adapter's is added to it. Half of the activations is what was measured.
         beside = training_tokens(config, shape) * activation_bytes(shape, width) // 2
-        yield Part("outputs of adapters", "beside those of their layers, as measured", beside, place, "training")
+        yield Part("outputs of adapters", "beside those of their layers", beside, place, "training")
         yield Part("weights with adapters", "for a checkpoint or vLLM", weights, place, "saving")
     elif settings.kl_coef:
         yield Part("reference", "a second copy of the weights (training.kl_coef)", weights, place)

@@ -33,14 +33,20 @@ def own_folder(base: Path, data_dir: Path) -> Path:
 
     `data_dir` exists.
     """
-    folder = base / _name(data_dir)
-    base.mkdir(parents=True, exist_ok=True)
+    folder = private(base / _name(data_dir))
+    empty(folder)
+    return folder
+
+
+def private(folder: Path) -> Path:
+    """Make a folder that is ours alone (0700), or see that it is one. Raises SapoError, and OSError as the system has
+    it."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise SapoError(f"{folder} belongs to someone else; remove it")
     folder.chmod(0o700)
-    empty(folder)
     return folder
 
 

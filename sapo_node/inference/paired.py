@@ -7,9 +7,8 @@ pool gives out no group whose oldest token is staler (rollouts/pool.py), whateve
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
 
 import structlog
 
@@ -21,6 +20,7 @@ from sapo_node.inference.vllm import FAULTS, WATCH_SECONDS, EngineDown, NoWeight
 from sapo_node.inference.weights import WeightsFolder
 from sapo_node.machine import look
 from sapo_node.training.base import ModelInfo, ShareRequest, StepResult, TrainGroup, Weights
+from sapo_node.training.rounds import until
 from sapo_node.training.supervised import EngineLost, Policy, PolicyFailed, PolicyLost
 from sapo_node.workers import CallFailed, WorkerError
 
@@ -92,7 +92,7 @@ class PairedPolicy(Policy):
         result = await super().step(groups)
         before = self._following
         if before is not None:  # one exchange at a time: the engine is never further behind. But a stop does not wait
-            await _first_of(before, self._ending.wait())
+            await until(self._ending, asyncio.shield(before))
         self._following = asyncio.create_task(self._follow(before), name="vllm: follow")
         if self._config.inference.weight_transfer == "nccl":
             await self.settled()  # the weights leave from where the next step would change them
@@ -194,17 +194,6 @@ class PairedPolicy(Policy):
         await self._engine_process.end("the policy went back to a checkpoint")
         if self._then is not None:
             await self._then()
-
-
-async def _first_of(task: asyncio.Task[None], other: Coroutine[Any, Any, object]) -> None:
-    """Wait until one of the two is over; the task goes on. Raises what the task raised."""
-    waiting = asyncio.ensure_future(other)
-    try:
-        await asyncio.wait({task, waiting}, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        waiting.cancel()
-    if task.done():
-        task.result()
 
 
 def _first(errors: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import socket
-import stat
 import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
@@ -21,6 +20,8 @@ from typing import Any, Final
 
 import base58
 
+from sapo_node import scratch
+from sapo_node.errors import SapoError
 from sapo_node.swarm.hivemind_light import P2PD, Multiaddr, P2PDaemonError, p2pd_pb2
 
 START_SECONDS: Final = 15.0
@@ -133,13 +134,11 @@ def private_folder(work_dir: Path) -> Path:
         folder = Path(tempfile.gettempdir(), f"p2pd-{os.geteuid()}-{name}")
     try:
         work_dir.mkdir(parents=True, exist_ok=True)
-        folder.mkdir(mode=0o700, exist_ok=True)
-        status = folder.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
-            raise NetworkError(f"{folder}: belongs to someone else, and p2pd's sockets must be ours; remove it")
-        folder.chmod(0o700)
+        scratch.private(folder)
         for old in folder.glob("*.sock"):
             old.unlink()
+    except SapoError as error:
+        raise NetworkError(f"{error}: p2pd's sockets must be ours") from error
     except OSError as error:
         raise NetworkError(f"{folder}: cannot make a folder for p2pd's sockets: {error.strerror}") from error
     return folder

@@ -105,22 +105,7 @@ def take(one: Run, base: Path) -> tuple[Run, list[Point]]:
 
 def finished(file: Path) -> dict[Run, float]:
     """The runs that a file holds whole, with their CPU seconds."""
-    done: dict[Run, float] = {}
-    for line in read(file):
-        if line["last"]:  # the last evaluation of a run
-            one = Run(
-                line["stage"], line["arm"], line["base"], int(line["seed"]), float(line["lr"]), int(line["rounds"])
-            )
-            done[one] = float(line["seconds"])
-    return done
-
-
-def read(file: Path) -> list[dict[str, str]]:
-    """The lines of a results file; none where there is none."""
-    if not file.exists():
-        return []
-    with file.open(newline="") as handle:
-        return list(csv.DictReader(handle))
+    return {one.run: one.last["seconds"] for one in tables.read(file)}
 
 
 def append(file: Path, one: Run, points: list[Point]) -> None:

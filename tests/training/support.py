@@ -1,5 +1,8 @@
 """A trainer on a tiny model, and groups for it."""
 
+import asyncio
+import os
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import torch
@@ -8,11 +11,27 @@ from sapo_node.config import InferenceSection, TrainingSection
 from sapo_node.inference.base import SamplingParams
 from sapo_node.training.base import Origin, TrainCompletion, TrainGroup
 from sapo_node.training.policy import Policy, make_policy
+from sapo_node.training.remote import POLICY_MODULE
 from sapo_node.training.trainer import Trainer
+from sapo_node.workers import Worker
 from tests.tiny import Family, make_model, make_tokenizer
 
 QUESTION = "what is 12 + 34?"
 TEXTS = ["46", "the answer is 46", "47", ""]
+
+
+def drive(scenario: Callable[[Worker], Awaitable[None]]) -> None:
+    """Run a scenario on a policy worker, a process of its own."""
+
+    async def main() -> None:
+        worker = Worker("policy", POLICY_MODULE, env={**os.environ, "OMP_NUM_THREADS": "1"})
+        await worker.start()
+        try:
+            await scenario(worker)
+        finally:
+            await worker.stop()
+
+    asyncio.run(main())
 
 
 def trainer(

@@ -41,7 +41,7 @@ def linear() -> nn.Linear:
 
 def test_moments_in_8_bits_survive_a_resume(tmp_path: Path) -> None:
     """With the library itself where it is installed: this version of it also runs on CPUs."""
-    bitsandbytes = pytest.importorskip("bitsandbytes")
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="bitsandbytes is for GPUs: pip install 'sapo-node[gpu]'")
     model, generator = linear(), torch.Generator()
     optimizer: Any = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=1e-2)
     stepped(model, optimizer, 3)

@@ -1,9 +1,7 @@
 """Two processes on one CPU, with gloo, against one process."""
 
-import asyncio
 import os
 import signal
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +15,12 @@ from sapo_node.config import TrainingSection
 from sapo_node.inference.base import SamplingParams
 from sapo_node.inference.transformers import TransformersEngine
 from sapo_node.training.base import LoadRequest, ShareRequest, StepResult, TrainCompletion, TrainGroup
-from sapo_node.training.remote import POLICY_MODULE, RemoteTrainer
+from sapo_node.training.remote import RemoteTrainer
 from sapo_node.workers import CallFailed, Refused, Worker, WorkerDied
 from tests.tiny import write_model
+from tests.training.support import drive
 
 STEPS = 6
-
-
-def drive(scenario: Callable[[Worker], Awaitable[None]]) -> None:
-    async def main() -> None:
-        worker = Worker("policy", POLICY_MODULE, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        await worker.start()
-        try:
-            await scenario(worker)
-        finally:
-            await worker.stop()
-
-    asyncio.run(main())
 
 
 def request(model: Path, devices: int, resume: str | None = None, **training: Any) -> LoadRequest:

@@ -1,10 +1,7 @@
 """The policy worker as a real process."""
 
-import asyncio
-import os
 import subprocess
 import sys
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,21 +11,10 @@ from sapo_node.inference.base import SamplingParams
 from sapo_node.inference.transformers import TransformersEngine
 from sapo_node.training import checkpoint
 from sapo_node.training.base import LoadRequest, TrainCompletion, TrainGroup
-from sapo_node.training.remote import POLICY_MODULE, RemoteTrainer
+from sapo_node.training.remote import RemoteTrainer
 from sapo_node.workers import CallFailed, Refused, Worker
 from tests.tiny import write_model
-
-
-def drive(scenario: Callable[[Worker], Awaitable[None]]) -> None:
-    async def main() -> None:
-        worker = Worker("policy", POLICY_MODULE, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        await worker.start()
-        try:
-            await scenario(worker)
-        finally:
-            await worker.stop()
-
-    asyncio.run(main())
+from tests.training.support import drive
 
 
 def request(model: Path | str, **others: Any) -> LoadRequest:

@@ -23,7 +23,6 @@ class Arm:
     nodes: int = 8
     longer: int = 1  # times the rounds
     own_past: bool = False  # external groups are the node's own earlier ones, not those of others
-    pooled: bool = False  # one policy is trained on everything
 
     def config(self, base: Path, lr: float) -> NodeConfig:
         """A node's settings in this arm. `base` is the model's folder."""
