@@ -96,6 +96,10 @@ class TasksSection(Section):
     )
     """The tasks this node draws from, with their weights."""
 
+    curriculum: Literal["off", "yield"] = "off"
+    """Which task is asked next. off: by the weights alone. yield: weights times the share of a task's recent groups,
+    own ones and others', that have an advantage; at least a tenth of the largest such share."""
+
     accept: Literal["offered", "mixture"] = "offered"
     """Whose tasks are accepted from others: every ReasoningGYM task offered here, or only names in the mixture."""
 
@@ -263,6 +267,9 @@ class TrainingSection(Section):
 
     external_negative: Literal["keep", "drop", "downweight"] = "keep"
     """External completions with negative advantage: keep (paper), leave out of the loss, or half their weight."""
+
+    local_negative: Literal["keep", "drop", "downweight"] = "keep"
+    """The same for own completions. Only the right answers teach under `drop`."""
 
     on_shortage: Literal["local", "fewer", "wait"] = "local"
     """When the swarm has fewer than J usable groups: draw more own ones, train on fewer, or wait (bounded)."""

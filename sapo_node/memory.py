@@ -9,6 +9,7 @@ Figures are measured on CPUs with float32 (each says how). What concerns GPUs ha
 same arithmetic with assumed overheads, marked as such.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
@@ -48,17 +49,16 @@ MOST_OF_A_GPU: Final = 0.9  # vLLM's own default, where it has a GPU for itself
 
 # As in the code that is modelled here; tests compare them (importing that code would import torch).
 CHUNK_LOGITS: Final = 1 << 24
-MAX_PACKED_TOKENS: Final = 2048
 EXTERNAL_LENGTH: Final = 2
 VERSIONS_AT_ONCE: Final = 2
 RESERVE_BYTES: Final = 16 << 20
 
 # Numbers kept for the backward pass, a token and layer: inputs and outputs of both norms and what the residual stream
-# holds (6 x hidden); queries, keys, values as attention sees them, its output and that output reordered (5 x heads x
-# head size); gate, its activation, the other branch and their product (4 x feed-forward width). An activation without a
-# gate that is spelt out in steps (GPT-2's) keeps up to 8.
+# holds (6 x hidden); queries as attention sees them, its output and that output reordered (3 x heads x head size), keys
+# and values beside (see `repeats`); gate, its activation, the other branch and their product (4 x feed-forward width).
+# An activation without a gate that is spelt out in steps (GPT-2's) keeps up to 8.
 NORM_COPIES: Final = 6
-ATTENTION_COPIES: Final = 5
+ATTENTION_COPIES: Final = 3
 GATED_COPIES: Final = 4
 UNGATED_COPIES: Final = 8
 LOGIT_COPIES: Final = 6  # of float32: logits, log-probs, their gradients, and the entropy's steps
@@ -157,7 +157,7 @@ def _trainer(shape: ModelShape, config: NodeConfig, layout: Layout) -> Iterator[
         of = f"{_count(trained)} numbers of adapters x 4 bytes (training.lora_rank)"
         yield Part("adapters", of, learnt, place)
         # A layer's own output stays until the adapter's is added to it. Half of the activations is what was measured.
-        beside = training_tokens(config, shape) * activation_bytes(shape, width) // 2
+        beside = training_tokens(config, shape) * activation_bytes(shape, width, repeats(config)) // 2
         yield Part("outputs of adapters", "beside those of their layers", beside, place, "training")
         yield Part("weights with adapters", "for a checkpoint or vLLM", weights, place, "saving")
     elif settings.kl_coef:
@@ -168,11 +168,11 @@ def _trainer(shape: ModelShape, config: NodeConfig, layout: Layout) -> Iterator[
     why = f" x {copies} (training.producer_gradients)" if copies > 1 else ""
     yield Part("gradients", of + why + _split(over), copies * learnt // over, place, "training")
     tokens = training_tokens(config, shape) * (settings.devices // over)
-    kept = (checkpointed_bytes if settings.gradient_checkpointing else activation_bytes)(shape, width)
+    kept = (checkpointed_bytes if settings.gradient_checkpointing else activation_bytes)(shape, width, repeats(config))
     yield Part(
         "activations",
         f"{tokens} tokens x {_count(kept)}B (training.micro_batch_tokens)",
-        tokens * kept + tokens * min(tokens, MAX_PACKED_TOKENS) * (width + 2),
+        tokens * kept,
         place,
         "training",
     )
@@ -262,24 +262,32 @@ def _engine(shape: ModelShape, config: NodeConfig, layout: Layout) -> Iterator[P
 # ---- sizes -----------------------------------------------------------------------------------------------------------
 
 
-def activation_bytes(shape: ModelShape, width: int) -> int:
+def repeats(config: NodeConfig) -> float:
+    """Keys that attention sees for each key of a packed group: all completions have the prompt's before their own."""
+    count, prompt = config.rollouts.completions_per_task, config.inference.max_prompt_tokens
+    own = config.inference.max_completion_tokens
+    return count * (prompt + own) / (prompt + count * own)
+
+
+def activation_bytes(shape: ModelShape, width: int, repeats: float) -> int:
     """Bytes kept for the backward pass a token, with one layer's worth of gradients passing through."""
-    return (shape.layers + 1) * _layer_bytes(shape, width)
+    return (shape.layers + 1) * _layer_bytes(shape, width, repeats)
 
 
-def checkpointed_bytes(shape: ModelShape, width: int) -> int:
+def checkpointed_bytes(shape: ModelShape, width: int, repeats: float) -> int:
     """The same with `training.gradient_checkpointing`: inputs of all layers; one of them computed again, its gradients.
 
     What lies before and behind the layers (embeddings, the last norm, hidden states for the output layer) counts as
     another layer.
     """
-    return shape.layers * shape.hidden * width + 3 * _layer_bytes(shape, width)
+    return shape.layers * shape.hidden * width + 3 * _layer_bytes(shape, width, repeats)
 
 
-def _layer_bytes(shape: ModelShape, width: int) -> int:
+def _layer_bytes(shape: ModelShape, width: int, repeats: float) -> int:
     inner = (GATED_COPIES if shape.gated else UNGATED_COPIES) * shape.inner
     norms = NORM_COPIES * shape.hidden * 4  # norms compute in float32 whatever the weights are
-    return norms + (ATTENTION_COPIES * shape.attention + inner) * width
+    attention = (ATTENTION_COPIES + 2 * repeats) * shape.attention
+    return norms + (math.ceil(attention) + inner) * width
 
 
 def adapter_numbers(shape: ModelShape, rank: int) -> int:

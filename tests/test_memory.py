@@ -16,7 +16,7 @@ from sapo_node.config import NodeConfig
 from sapo_node.inference import weights
 from sapo_node.memory import GIB, Layout, Needs, Place, gpu_share, needs
 from sapo_node.model_shape import ModelShape, read_shape
-from sapo_node.training import adapters, logprobs, packing, rows
+from sapo_node.training import adapters, logprobs, rows
 from tests import train_apart
 from tests.tiny import FAMILIES, Family, make_model, make_tokenizer, write_model
 
@@ -46,7 +46,6 @@ def size(needed: Needs, name: str, place: Place = "memory") -> int:
 
 def test_constants_are_those_of_the_code() -> None:
     assert memory.CHUNK_LOGITS == logprobs.CHUNK_LOGITS
-    assert memory.MAX_PACKED_TOKENS == packing.MAX_PACKED_TOKENS
     assert memory.EXTERNAL_LENGTH == rows.EXTERNAL_LENGTH
     assert memory.VERSIONS_AT_ONCE == weights.VERSIONS_AT_ONCE
     assert memory.RESERVE_BYTES == weights.RESERVE_BYTES

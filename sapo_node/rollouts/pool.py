@@ -35,7 +35,7 @@ from sapo_node.rollouts.schema import Finish, TaskRef
 from sapo_node.swarm.protocol import EPOCH_SECONDS, MAX_AGE_SECONDS, MAX_EPOCHS_AHEAD, MAX_INDEX, digest, epoch_of
 from sapo_node.tasks.base import TaskSpec
 from sapo_node.training.base import Origin, TrainCompletion, TrainGroup
-from sapo_node.training.sapo import Candidate
+from sapo_node.training.sapo import Candidate, informative
 
 __all__ = ["Counter", "NewGroup", "Pool", "PoolError", "PoolStats", "coordinates", "drawn_at"]
 
@@ -177,6 +177,21 @@ class Pool:
             return found
 
         return {name: fmean(rewards) for name, rewards in (await self._reader.ask(read)).items()}
+
+    async def yields(self, now: float) -> dict[tuple[str, bytes], tuple[int, int]]:
+        """By name and settings of a task: recent groups (`max_age_seconds`), own and others', used or not, that have an
+        advantage; and all recent ones."""
+        oldest = now - self._limits.max_age_seconds
+
+        def read(db: sqlite3.Connection) -> dict[tuple[str, bytes], tuple[int, int]]:
+            sql = "SELECT name, config_hash, rewards FROM groups WHERE drawn_at >= ? ORDER BY id DESC LIMIT ?"
+            found: dict[tuple[str, bytes], tuple[int, int]] = {}
+            for name, config_hash, rewards in db.execute(sql, (oldest, MAX_CANDIDATES)):
+                taught, groups = found.get((name, config_hash), (0, 0))
+                found[name, config_hash] = taught + informative(_rewards_decoder.decode(rewards)), groups + 1
+            return found
+
+        return await self._reader.ask(read)
 
     async def consume(self, ids: Sequence[int], round_number: int) -> list[TrainGroup]:
         """Count one use of each group, durably, and return those that this round may train on, in order of `ids`.

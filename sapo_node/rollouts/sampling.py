@@ -145,7 +145,10 @@ class Sampling:
 
     async def _coordinates(self, epoch: int, count: int) -> list[tuple[Entry, int]]:
         """Tasks drawn from the mixture, in order of the draw, each with a fresh index; fewer where none is left."""
-        chosen = self._mixture.choose(count, self._rng)
+        factors = None
+        if self._config.tasks.curriculum == "yield":
+            factors = self._mixture.factors(await self._pool.yields(self._clock()))
+        chosen = self._mixture.choose(count, self._rng, factors)
         fresh = {
             entry: iter(await self._pool.reserve_indices(self._mixture.entries[entry].spec, epoch, times))
             for entry, times in Counter(chosen).items()

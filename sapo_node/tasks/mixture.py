@@ -1,9 +1,9 @@
 """Which task a node asks next: its mixture of tasks with weights, and the seeds that follow from its key."""
 
 import random
-from collections.abc import Sequence
-from itertools import accumulate
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Final
 
 from msgspec import Struct
 
@@ -11,6 +11,12 @@ from sapo_node.config import TasksSection
 from sapo_node.tasks import catalog, dataset
 from sapo_node.tasks.base import TaskSpec
 from sapo_node.tasks.verifiers import Verifier
+
+LEAST_SHARE: Final = 0.1
+"""Of the largest factor, what the smallest is: a task that nobody can do yet would else hardly be asked again."""
+
+Yields = Mapping[tuple[str, bytes], tuple[int, int]]
+"""By a task's name and the hash of its settings: recent groups with an advantage, and all recent groups."""
 
 
 class Entry(Struct, frozen=True, kw_only=True):
@@ -28,11 +34,25 @@ class Mixture:
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self.entries = list(entries)
-        self._cumulative = list(accumulate(entry.weight for entry in entries))
+        self._weights = [entry.weight for entry in entries]
 
-    def choose(self, count: int, rng: random.Random) -> list[int]:
-        """Positions of `count` independent draws, in their order: any first few of them are a random choice too."""
-        return rng.choices(range(len(self.entries)), cum_weights=self._cumulative, k=count)
+    def choose(self, count: int, rng: random.Random, factors: Sequence[float] | None = None) -> list[int]:
+        """Positions of `count` independent draws, in their order: any first few of them are a random choice too.
+
+        `factors` multiply the entries' weights.
+        """
+        weights = self._weights if factors is None else [w * f for w, f in zip(self._weights, factors, strict=True)]
+        return rng.choices(range(len(self.entries)), weights, k=count)
+
+    def factors(self, yields: Yields) -> list[float]:
+        """How often each entry is drawn, times its weight, so that more groups have an advantage (`curriculum: yield`).
+
+        The share of recent groups that have one, as the mean of a beta distribution that begins at one of two: a task
+        of which nothing is known is tried, and one that taught nothing lately is tried again now and then.
+        """
+        found = [yields.get((entry.spec.name, entry.spec.config_hash), (0, 0)) for entry in self.entries]
+        shares = [(taught + 1) / (groups + 2) for taught, groups in found]
+        return [max(share, LEAST_SHARE * max(shares)) for share in shares]
 
 
 def load(settings: TasksSection) -> Mixture:

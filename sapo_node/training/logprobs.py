@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from sapo_node.training import attention
 from sapo_node.training.packing import Packed
 
 # Logits alive at once. 2^24 floats are 64 MiB: small beside any model whose vocabulary fills it.
@@ -39,7 +40,9 @@ def token_logprobs(
 
 
 def _forward(model: nn.Module, packed: Packed, temperature: float, split_head: bool, chunk_logits: int) -> Chosen:
-    inputs = {"input_ids": packed.input_ids_RT, "attention_mask": packed.mask}
+    inputs: dict[str, Any] = {"input_ids": packed.input_ids_RT, "attention_mask": packed.mask_RT}
+    if packed.groups is not None:
+        inputs |= attention.inputs(packed.groups, packed.input_ids_RT)
     if takes_argument(model, "position_ids"):
         inputs["position_ids"] = packed.position_ids_RT
     if not split_head:

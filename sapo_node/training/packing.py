@@ -1,10 +1,10 @@
 """Groups to model inputs: a prompt once, its completions behind it, each seeing the prompt and itself only.
 
-One group is one packed sequence. A block mask keeps its completions apart and every completion's positions go on where
-the prompt ended, so each token's log-prob is that of an unpacked, unpadded forward pass; the prompt is computed once
-instead of L times. Names: R sequences (rows) of T tokens, N tokens to be predicted.
+Groups lie one behind another in one row without padding. Attention keeps completions apart (`attention.py`) and every
+completion's positions go on where its prompt ended, so each token's log-prob is that of an unpacked, unpadded forward
+pass; the prompt is computed once instead of L times. Names: R sequences (rows) of T tokens, N tokens to be predicted.
 
-Models that cannot take such a mask get `pad` instead: one completion a row, padded on the right.
+Models whose attention cannot be told of groups get `pad` instead: one completion a row, padded on the right.
 
 The last token of a completion is predicted but never fed: nothing behind it is predicted from it.
 """
@@ -15,9 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Longest packed sequence (unless one completion alone is longer): attention is quadratic in it and most of the block
-# mask is empty, so beyond this repeating the prompt is cheaper. It also bounds the mask: 2048^2 floats are 16 MiB.
-MAX_PACKED_TOKENS = 2048
+from sapo_node.training.attention import PackedGroup
 
 
 @dataclass(frozen=True)
@@ -43,7 +41,8 @@ class Packed:
 
     input_ids_RT: Tensor
     position_ids_RT: Tensor
-    mask: Tensor  # packed: additive, R x 1 x T x T; padded: R x T of ones and zeros
+    mask_RT: Tensor | None  # ones and zeros where rows are padded
+    groups: list[PackedGroup] | None  # in the one row of `pack`
     row_N: Tensor
     column_N: Tensor
     target_N: Tensor
@@ -61,44 +60,62 @@ def split(piece: Piece, max_tokens: int) -> Iterator[Piece]:
     yield Piece(piece.prompt, piece.completions[start:], piece.keys[start:])
 
 
-def micro_batches(pieces: Sequence[Piece], max_tokens: int) -> list[list[Piece]]:
-    """Pieces of similar width together, each batch at most `max_tokens` with its padding (or one piece)."""
+def micro_batches(pieces: Sequence[Piece], max_tokens: int, *, packed: bool) -> list[list[Piece]]:
+    """Pieces of similar width together, each batch at most `max_tokens` (or one piece): in one row if `packed`, else
+    with the padding of one row a piece."""
     batches: list[list[Piece]] = []
+    filled = 0
     for piece in sorted(pieces, key=lambda piece: -piece.width):  # the first of a batch is its widest
-        if batches and (len(batches[-1]) + 1) * batches[-1][0].width <= max_tokens:
+        more = piece.width if packed or not batches else batches[-1][0].width
+        if batches and filled + more <= max_tokens:
             batches[-1].append(piece)
+            filled += more
         else:
             batches.append([piece])
+            filled = piece.width
     return batches
 
 
 def pack(pieces: Sequence[Piece], device: torch.device, dtype: torch.dtype) -> Packed:
-    """One row a piece, padded on the right; `dtype` is that of the model's activations, which the mask must have."""
-    width = max(piece.width for piece in pieces)
-    tokens, positions, segments = [], [], []
-    rows: list[int] = []
+    """One row of all pieces; `dtype` is that of the model's activations, which masks must have."""
+    tokens: list[int] = []
+    positions: list[int] = []
     columns: list[int] = []
-    for row, piece in enumerate(pieces):
+    groups = []
+    for piece in pieces:
         start = len(piece.prompt)
-        ids, places, segment = list(piece.prompt), list(range(start)), [0] * start
-        for number, completion in enumerate(piece.completions, start=1):
+        last = len(tokens) + start - 1
+        tokens += piece.prompt
+        positions += range(start)
+        for completion in piece.completions:
             fed = len(completion) - 1
-            rows += [row] * len(completion)
-            columns += [start - 1, *range(len(ids), len(ids) + fed)]
-            ids += completion[:-1]
-            places += range(start, start + fed)
-            segment += [number] * fed
-        padding = width - len(ids)
-        tokens.append(ids + [0] * padding)
-        positions.append(places + [0] * padding)
-        segments.append(segment + [-1] * padding)
+            columns += [last, *range(len(tokens), len(tokens) + fed)]
+            tokens += completion[:-1]
+            positions += range(start, start + fed)
+        groups.append(_place(start, [len(completion) - 1 for completion in piece.completions], device, dtype))
     return Packed(
-        torch.tensor(tokens, device=device),
-        torch.tensor(positions, device=device),
-        _block_mask(torch.tensor(segments, device=device), dtype),
-        torch.tensor(rows, device=device),
+        torch.tensor([tokens], device=device),
+        torch.tensor([positions], device=device),
+        None,
+        groups,
+        torch.zeros(len(columns), dtype=torch.long, device=device),
         torch.tensor(columns, device=device),
         _targets(pieces, device),
+    )
+
+
+def _place(prompt: int, lengths: list[int], device: torch.device, dtype: torch.dtype) -> PackedGroup:
+    """The part of a row that a prompt and completions of these lengths take."""
+    longest, length_L1 = max(lengths), torch.tensor(lengths)[:, None]
+    real_LC = torch.arange(longest) < length_L1
+    place_LC = (length_L1.cumsum(0) - length_L1) + torch.arange(longest)
+    sees_CK = torch.ones(longest, prompt + longest, dtype=torch.bool).tril(prompt)
+    return PackedGroup(
+        prompt,
+        sum(lengths),
+        torch.where(real_LC, place_LC, 0).to(device),
+        real_LC.flatten().nonzero().squeeze(-1).to(device),
+        torch.zeros(sees_CK.shape, dtype=dtype).masked_fill_(~sees_CK, torch.finfo(dtype).min).to(device),
     )
 
 
@@ -111,6 +128,7 @@ def pad(pieces: Sequence[Piece], device: torch.device) -> Packed:
         torch.tensor([ids + [0] * (width - len(ids)) for ids in fed], device=device),
         torch.arange(width, device=device).expand(len(fed), width),
         torch.tensor([[1] * len(ids) + [0] * (width - len(ids)) for ids in fed], device=device),
+        None,
         torch.repeat_interleave(torch.arange(len(fed)), torch.tensor(lengths)).to(device),
         torch.cat([torch.arange(len(ids) - n, len(ids)) for ids, n in zip(fed, lengths, strict=True)]).to(device),
         _targets(pieces, device),
@@ -120,16 +138,3 @@ def pad(pieces: Sequence[Piece], device: torch.device) -> Packed:
 def _targets(pieces: Sequence[Piece], device: torch.device) -> Tensor:
     tokens = [token for piece in pieces for completion in piece.completions for token in completion]
     return torch.tensor(tokens, device=device)
-
-
-def _block_mask(segment_RT: Tensor, dtype: torch.dtype) -> Tensor:
-    """Additive R x 1 x T x T mask: a token sees, not later than itself, the prompt (0) and its own segment.
-
-    Padding (-1) sees padding, since a row without anything to see would be NaN.
-    """
-    width = segment_RT.shape[1]
-    causal_TT = torch.ones(width, width, dtype=torch.bool, device=segment_RT.device).tril()
-    key_RxT = segment_RT[:, None, :]
-    sees_RTT = causal_TT & ((key_RxT == 0) | (key_RxT == segment_RT[:, :, None]))
-    mask = torch.zeros(sees_RTT.shape, dtype=dtype, device=segment_RT.device)
-    return mask.masked_fill_(~sees_RTT, torch.finfo(dtype).min)[:, None]

@@ -182,7 +182,10 @@ class ShardedTrainer(Trainer):
         """
         limit = self.training.micro_batch_tokens
         pieces = sorted(self._pieces(trained), key=lambda piece: -piece.width)
-        shares = [micro_batches(pieces[rank :: self._team.size], limit) for rank in range(self._team.size)]
+        shares = [
+            micro_batches(pieces[rank :: self._team.size], limit, packed=self.policy.packed)
+            for rank in range(self._team.size)
+        ]
         own = shares[self._team.rank]
         idle = max(map(len, shares)) - len(own)
         return [(batch, float(self._team.size)) for batch in own] + [([pieces[-1]], 0.0)] * idle

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 import sapo_node
+from sapo_node.training import attention
 from sapo_node.training.encoding import Encoder
 from sapo_node.training.logprobs import log_softmax, token_logprobs
 from sapo_node.training.packing import Piece, pack, pad
@@ -313,10 +314,13 @@ def try_out(policy: Policy) -> None:
         if differs(packed=False, split_head=False):
             raise Refused(f"training.model: {policy.name} gives other log-probs when it is batched; it cannot be used")
         policy.notes.append("the model changes its logits behind the output layer: all logits are held in memory")
+    before = policy.model.config._attn_implementation
+    attention.install(policy.model)
     window = _sliding_window(policy.model.config)
     policy.packed = window is None and not differs(packed=True, split_head=policy.split_head)
     if not policy.packed:
-        policy.notes.append("the model takes no block mask: completions are trained on one a row, which is slower")
+        policy.model.set_attn_implementation(before)
+        policy.notes.append("the model's attention knows no groups: completions are trained on one a row, slower")
 
 
 def agree(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool:

@@ -12,7 +12,7 @@ from sapo_node.training.advantages import advantages
 from sapo_node.training.base import Origin, TrainGroup
 from sapo_node.training.encoding import Untrainable
 from sapo_node.training.policy import Policy
-from sapo_node.training.scales import completion_weight, stream_shares, token_scales
+from sapo_node.training.scales import NegativeRule, completion_weight, stream_shares, token_scales
 
 # Another tokenizer may need more tokens for a text; beyond this an external completion counts as cut by length.
 EXTERNAL_LENGTH = 2
@@ -104,13 +104,10 @@ def _encode(
 def weigh(rows: Sequence[Row], settings: TrainingSection, fixed_length: int) -> None:
     """Set every row's weight and scale, and whether it is trained on."""
     streams: dict[Origin, list[Row]] = {"local": [], "external": []}
+    negative: dict[Origin, NegativeRule] = {"local": settings.local_negative, "external": settings.external_negative}
     for row in rows:
         row.weight = completion_weight(
-            row.origin,
-            row.advantage,
-            row.truncated,
-            external_negative=settings.external_negative,
-            mask_truncated=settings.mask_truncated,
+            row.advantage, row.truncated, negative=negative[row.origin], mask_truncated=settings.mask_truncated
         )
         streams[row.origin].append(row)
     shares = stream_shares(

@@ -13,25 +13,26 @@ from sapo_node.training.base import Origin
 LossMean = Literal["token", "sequence", "fixed"]
 NegativeRule = Literal["keep", "drop", "downweight"]
 
-DOWNWEIGHT = 0.5  # of external completions with negative advantage under `external_negative: downweight`
+DOWNWEIGHT = 0.5  # of completions with negative advantage under `downweight`
 
 
 def completion_weight(
-    origin: Origin,
     advantage: float,
     truncated: bool,
     *,
-    external_negative: NegativeRule = "keep",
+    negative: NegativeRule = "keep",
     mask_truncated: bool = True,
 ) -> float:
     """Weight of one completion in its stream's weighted mean; 0 leaves it out of the sum and of the count.
+
+    `negative` is the stream's rule for completions that are worse than their group.
 
     A completion with zero advantage keeps its weight: it adds nothing to the sum but counts in the mean.
     """
     if truncated and mask_truncated:
         return 0.0
-    if origin == "external" and advantage < 0 and external_negative != "keep":
-        return DOWNWEIGHT if external_negative == "downweight" else 0.0
+    if advantage < 0 and negative != "keep":
+        return DOWNWEIGHT if negative == "downweight" else 0.0
     return 1.0
 
 

@@ -44,7 +44,7 @@ from sapo_node.training.base import ModelInfo, Origin, StepResult, TrainGroup
 from sapo_node.training.logprobs import Chosen, token_logprobs
 from sapo_node.training.loss import choose_objective, kl_penalty, likelihood_weights
 from sapo_node.training.optimizers import make_optimizer
-from sapo_node.training.packing import MAX_PACKED_TOKENS, Packed, Piece, micro_batches, pack, pad, split
+from sapo_node.training.packing import Packed, Piece, micro_batches, pack, pad, split
 from sapo_node.training.policy import (
     EMBEDDED,
     LARGE_LR,
@@ -254,7 +254,8 @@ class Trainer:
 
     def _micro_batches(self, trained: Sequence[Row]) -> list[tuple[list[Piece], float]]:
         """What goes through the model together, and what its loss is multiplied with; 0: it is not measured either."""
-        return [(batch, 1.0) for batch in micro_batches(list(self._pieces(trained)), self.training.micro_batch_tokens)]
+        pieces, limit = list(self._pieces(trained)), self.training.micro_batch_tokens
+        return [(batch, 1.0) for batch in micro_batches(pieces, limit, packed=self.policy.packed)]
 
     def _pieces(self, trained: Sequence[Row]) -> Iterable[Piece]:
         groups: dict[tuple[str, int], list[int]] = defaultdict(list)
@@ -263,7 +264,7 @@ class Trainer:
         for keys in groups.values():
             whole = Piece(trained[keys[0]].prompt, [trained[key].tokens for key in keys], keys)
             if self.policy.packed:
-                yield from split(whole, min(MAX_PACKED_TOKENS, self.training.micro_batch_tokens))
+                yield from split(whole, self.training.micro_batch_tokens)
             else:
                 yield from singles(whole)
 

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import click
 from simulation import report as tables
-from simulation.arms import ARMS, EMBEDDED, REPOSITORY
+from simulation.arms import ARMS, REPOSITORY
 from simulation.stages import BASES, REFERENCES, STAGES
 from simulation.swarm import COLUMNS, Point, Run, execute, row
 
@@ -61,7 +61,7 @@ def run(results: Path, stage: str, workers: int, bases: Path) -> None:
     file = results / f"{stage}.csv"
     done = finished(file)
     todo = [one for one in STAGES[stage] if one not in done]
-    folders = {base: EMBEDDED if base == "benchmark" else bases / base for base in {one.base for one in todo}}
+    folders = {base: bases / base for base in {one.base for one in todo}}
     for base, folder in folders.items():
         if not folder.is_dir():
             raise click.ClickException(f"{folder} is missing; make it: {BASES[base]} --out {folder}")

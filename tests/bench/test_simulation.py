@@ -9,11 +9,13 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts" / "bench"))
 
 from sapo import append, finished
-from simulation.arms import ARMS, EMBEDDED, Arm, mix
+from simulation.arms import ARMS, REPOSITORY, Arm, mix
 from simulation.report import by_arm, comparison, ratio, read
 from simulation.swarm import Point, Run, execute, swarm
 
 pytestmark = pytest.mark.slow
+
+EMBEDDED = REPOSITORY / "sapo_node" / "assets" / "benchmark"
 
 
 def small(name: str, nodes: int = 2, **changes: object) -> Arm:

@@ -113,6 +113,28 @@ def test_rewards_must_fit_the_completions(path: Path) -> None:
 # Candidates
 
 
+def test_yields_count_recent_groups_of_all_by_task_and_settings(path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        right, half = [1.0, 1.0], [1.0, 0.0]
+        [used, *_] = await pool.add_local(
+            "me",
+            [
+                new_group(0, rewards=half),
+                new_group(1, rewards=right),
+                new_group(2, rewards=half, name="bf"),
+                new_group(3, rewards=half, name="bf", epoch=EPOCH - 20),  # too old
+            ],
+            NOW,
+        )
+        await pool.consume([used], 1)
+        await pool.add_external("peer", bytes(32), [new_group(4, rewards=half), new_group(5, rewards=right)], NOW)
+        found = await pool.yields(NOW)
+        assert {name: counted for (name, _), counted in found.items()} == {"gcd": (2, 4), "bf": (1, 1)}
+        assert set(found) == {(g.task.name, g.task.config_hash) for g in (new_group(0), new_group(2, name="bf"))}
+
+    with_pool(path, use)
+
+
 def test_own_rewards_are_means_by_task_over_recent_groups_used_or_not(path: Path) -> None:
     async def use(pool: Pool) -> None:
         right, half = [1.0, 1.0], [1.0, 0.0]

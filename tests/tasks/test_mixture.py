@@ -28,3 +28,17 @@ def test_draws_continue_with_the_generator_that_is_kept() -> None:
     following = tasks.choose(5, rng)
     rng.setstate(state)
     assert tasks.choose(5, rng) == following
+
+
+def test_a_task_that_teaches_is_drawn_more_often_and_none_is_forgotten() -> None:
+    tasks, rng = made(), random.Random(7)
+    keys = [(entry.spec.name, entry.spec.config_hash) for entry in tasks.entries]
+    factors = tasks.factors({keys[0]: (0, 98), keys[1]: (49, 98), keys[2]: (0, 2)})  # nothing is known of the last one
+    assert factors == [pytest.approx(0.05), pytest.approx(0.5), pytest.approx(0.25), pytest.approx(0.5)]
+    drawn = Counter(tasks.choose(20_000, rng, factors))
+    assert drawn[1] / drawn[0] == pytest.approx(0.5 / (3.0 * 0.05), rel=0.1)  # weights count as before
+
+
+def test_without_evidence_the_weights_decide() -> None:
+    tasks = made()
+    assert len(set(tasks.factors({}))) == 1

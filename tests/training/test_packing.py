@@ -69,13 +69,16 @@ def test_a_completion_longer_than_the_budget_still_comes() -> None:
 
 def test_micro_batches_stay_within_their_budget_and_lose_nothing() -> None:
     pieces = [Piece([1] * (3 + index % 17), [[2] * 4], [index]) for index in range(40)]
-    batches = micro_batches(pieces, 64)
-    assert sorted(key for batch in batches for piece in batch for key in piece.keys) == list(range(40))
-    assert all(len(batch) * max(piece.width for piece in batch) <= 64 for batch in batches)
-    assert len(batches) < 15  # they are filled
+    for packed in (False, True):
+        batches = micro_batches(pieces, 64, packed=packed)
+        assert sorted(key for batch in batches for piece in batch for key in piece.keys) == list(range(40))
+        assert all(sum(piece.width for piece in batch) <= 64 for batch in batches)
+        if not packed:
+            assert all(len(batch) * max(piece.width for piece in batch) <= 64 for batch in batches)
+        assert len(batches) < 15  # they are filled
 
 
-def test_packing_computes_a_prompt_once() -> None:
-    inputs = pack(PIECES[:1], torch.device("cpu"), torch.float32)
-    assert inputs.input_ids_RT.shape == (1, 5 + 2 + 0 + 4 + 2)
-    assert inputs.position_ids_RT[0].tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 5, 6]
+def test_packing_computes_a_prompt_once_and_pads_nothing() -> None:
+    inputs = pack(PIECES, torch.device("cpu"), torch.float32)
+    assert inputs.input_ids_RT.shape == (1, (5 + 2 + 0 + 4 + 2) + (2 + 2 + 8) + (9 + 1))
+    assert inputs.position_ids_RT[0, :13].tolist() == [0, 1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 5, 6]

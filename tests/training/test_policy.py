@@ -131,7 +131,7 @@ def test_a_cuda_device_that_is_missing_is_refused(tmp_path: Path) -> None:
 
 
 class Blind(LlamaForCausalLM):
-    """A model that drops block masks, as architectures with their own attention do."""
+    """A model that does not tell its attention of groups, as architectures with their own attention do."""
 
     def forward(self, input_ids, attention_mask=None, position_ids=None, **others):  # type: ignore[no-untyped-def]
         return super().forward(input_ids, position_ids=position_ids, **others)
@@ -155,7 +155,7 @@ def test_logits_changed_behind_the_output_layer_are_noticed() -> None:
     assert any("behind the output layer" in note for note in policy.notes)
 
 
-def test_a_model_that_ignores_block_masks_is_trained_on_unpacked() -> None:
+def test_a_model_that_ignores_groups_is_trained_on_unpacked() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=300,
@@ -169,11 +169,11 @@ def test_a_model_that_ignores_block_masks_is_trained_on_unpacked() -> None:
     model.base_model.forward = _without_mask(model.base_model.forward)
     policy = make_policy("blind", model, make_tokenizer())
     assert not policy.packed
-    assert any("no block mask" in note for note in policy.notes)
+    assert any("knows no groups" in note for note in policy.notes)
 
 
 def _without_mask(forward):  # type: ignore[no-untyped-def]
-    return lambda *arguments, attention_mask=None, **others: forward(*arguments, **others)
+    return lambda *arguments, attention_mask=None, packed_groups=None, **others: forward(*arguments, **others)
 
 
 def test_a_sliding_window_is_not_packed() -> None:

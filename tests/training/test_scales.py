@@ -1,5 +1,8 @@
 import pytest
 
+from sapo_node.config import TrainingSection
+from sapo_node.training.base import Origin
+from sapo_node.training.rows import Row, weigh
 from sapo_node.training.scales import completion_weight, stream_shares, token_scales
 
 
@@ -34,10 +37,23 @@ def test_streams_share_the_loss_by_groups_and_weights() -> None:
 
 
 def test_weights_follow_the_masks() -> None:
-    assert completion_weight("local", -1.0, False, external_negative="drop") == 1.0
-    assert completion_weight("external", -1.0, False) == 1.0
-    assert completion_weight("external", -1.0, False, external_negative="drop") == 0.0
-    assert completion_weight("external", -1.0, False, external_negative="downweight") == 0.5
-    assert completion_weight("external", 0.0, False, external_negative="drop") == 1.0
-    assert completion_weight("local", 1.0, True) == 0.0
-    assert completion_weight("local", 1.0, True, mask_truncated=False) == 1.0
+    assert completion_weight(-1.0, False) == 1.0
+    assert completion_weight(-1.0, False, negative="drop") == 0.0
+    assert completion_weight(-1.0, False, negative="downweight") == 0.5
+    assert completion_weight(0.0, False, negative="drop") == 1.0
+    assert completion_weight(1.0, True) == 0.0
+    assert completion_weight(1.0, True, mask_truncated=False) == 1.0
+
+
+@pytest.mark.parametrize("stream", ["local", "external"])
+def test_each_stream_has_its_own_rule_for_negative_advantages(stream: Origin) -> None:
+    settings = TrainingSection.model_validate({f"{stream}_negative": "drop"})
+    both: tuple[Origin, ...] = ("local", "external")
+    rows = [
+        Row(origin, "peer", number, [1], [2, 3], None, advantage, truncated=False)
+        for number, origin in enumerate(both)
+        for advantage in (1.0, -1.0)
+    ]
+    weigh(rows, settings, 16)
+    dropped = [row for row in rows if row.weight == 0.0]
+    assert [(row.origin, row.advantage, row.trained) for row in dropped] == [(stream, -1.0, False)]

@@ -10,27 +10,32 @@ from sapo_node.config import NodeConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent.parent
 MIXTURE = REPOSITORY / "configs" / "demo.yaml"
-EMBEDDED = REPOSITORY / "sapo_node" / "assets" / "benchmark"
+
+LEFT_OUT = "propositional_logic"
+"""ReasoningGYM's scorer gives one constant answer, "(P ∨ Q)", about 0.8 in it. A swarm that finds it gives it to every
+question, and an arm's figure is then that of the round in which it did."""
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One set of settings. `training` and `rollouts` are sections of a config."""
+    """One set of settings. `training`, `rollouts` and `tasks` are sections of a config."""
 
     name: str
     training: dict[str, Any] = field(default_factory=dict)
     rollouts: dict[str, Any] = field(default_factory=dict)
+    tasks: dict[str, Any] = field(default_factory=dict)
     nodes: int = 8
     longer: int = 1  # times the rounds
     own_past: bool = False  # external groups are the node's own earlier ones, not those of others
 
     def config(self, base: Path, lr: float) -> NodeConfig:
         """A node's settings in this arm. `base` is the model's folder."""
-        mixture = yaml.safe_load(MIXTURE.read_text())["tasks"]["mixture"]
+        demo = yaml.safe_load(MIXTURE.read_text())["tasks"]["mixture"]
+        mixture = [task for task in demo if task["name"] != LEFT_OUT]
         return NodeConfig.model_validate(
             {
                 "node": {"data_dir": "unused"},
-                "tasks": {"mixture": mixture, "eval_questions": 32},
+                "tasks": {"mixture": mixture, "eval_questions": 32} | self.tasks,
                 "inference": {"max_prompt_tokens": 96, "max_completion_tokens": 16},
                 "rollouts": {"completions_per_task": 8, "max_age_seconds": 300} | self.rollouts,
                 "swarm": {"name": "bench"},
@@ -48,6 +53,8 @@ def mix(local: int, external: int, **training: Any) -> dict[str, Any]:
 
 DROP = {"external_negative": "drop"}
 REFILL = {"local_zero_advantage": "refill"}
+COVERAGE = {"rule": "capped", "strategy": "coverage"}
+YIELD = {"curriculum": "yield"}
 
 ARMS = {
     arm.name: arm
@@ -61,11 +68,14 @@ ARMS = {
         Arm("drop", mix(4, 4, **DROP)),
         Arm("refill", mix(4, 4, **REFILL)),
         Arm("drop+refill", mix(4, 4, **DROP, **REFILL)),
-        Arm("drop+refill+learnability", mix(4, 4, **DROP, **REFILL, rule="capped", strategy="learnability")),
-        Arm("drop+refill+twice", mix(4, 4, **DROP, **REFILL), {"max_external_uses": 2}),
-        Arm("drop+refill+coverage", mix(4, 4, **DROP, **REFILL, rule="capped", strategy="coverage")),
+        Arm("drop+refill+coverage", mix(4, 4, **DROP, **REFILL, **COVERAGE)),
+        Arm("yield", mix(4, 4), tasks=YIELD),
+        Arm("drop+refill+yield", mix(4, 4, **DROP, **REFILL), tasks=YIELD),
         # Controls.
         Arm("8/0 resample", mix(8, 0, local_zero_advantage="resample")),
+        Arm("8/0 yield", mix(8, 0), tasks=YIELD),
+        Arm("8/0 drop", mix(8, 0, local_negative="drop")),
+        Arm("4/4 unfiltered", mix(4, 4, external_zero_advantage="keep")),
         Arm("4/4 own past", mix(4, 4), own_past=True),
         Arm("4/4 twice the rounds", mix(4, 4), longer=2),
     )

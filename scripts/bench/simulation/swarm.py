@@ -38,7 +38,7 @@ class Run:
 
     stage: str
     arm: str
-    base: str  # folder of the model, or "benchmark" for the embedded one
+    base: str  # folder of the model
     seed: int
     lr: float
     rounds: int  # of the arm's horizon; some arms take a multiple

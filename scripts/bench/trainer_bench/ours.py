@@ -66,7 +66,7 @@ class Ours:
             )
             for number, group in enumerate(batch["groups"])
         ]
-        for pieces_of_one in micro_batches(pieces, self.trainer.training.micro_batch_tokens):
+        for pieces_of_one in micro_batches(pieces, self.trainer.training.micro_batch_tokens, packed=True):
             values = token_logprobs(policy.model, pack(pieces_of_one, policy.device, policy.dtype), 1.0)[0].tolist()
             for piece in pieces_of_one:
                 for key, tokens in zip(piece.keys, piece.completions, strict=True):
