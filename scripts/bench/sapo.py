@@ -1,6 +1,7 @@
 """The paper's controlled experiment at our scale: swarms in one process, arm against arm, seed by seed.
 
-    python scripts/bench/sapo.py plan                 # the stages, what is done, how long the rest takes
+    python scripts/bench/sapo.py bases                # make the models that the stages begin with
+    python scripts/bench/sapo.py plan                 # the stages, and what is done
     python scripts/bench/sapo.py run lr --workers 2   # take what is missing of a stage
     python scripts/bench/sapo.py report               # tables and plots from the results
 
@@ -17,14 +18,19 @@ import asyncio
 import csv
 import multiprocessing
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
+from simulation import propagation as spread
 from simulation import report as tables
 from simulation.arms import ARMS, REPOSITORY
-from simulation.stages import BASES, REFERENCES, STAGES
+from simulation.stages import BASES, DRAWN, REFERENCES, STAGES, TASK, TEACHERS, TRIALS
 from simulation.swarm import COLUMNS, Point, Run, execute, row
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "sapo"
@@ -51,35 +57,93 @@ def plan(results: Path) -> None:
         click.echo(f"{stage:<14} {len(runs) - missing:>3} of {len(runs):>3} runs, {each:.1f} CPU minutes each")
 
 
+FOLDER = REPOSITORY / "build" / "bench" / "bases"
+in_folder = click.option("--bases", type=click.Path(path_type=Path), default=FOLDER, help="Folder of the models.")
+by_workers = click.option("--workers", default=2, show_default=True, help="Runs at once.")
+
+
+@cli.command("bases")
+@in_folder
+def make_bases(bases: Path) -> None:
+    """Make the models that are missing: two minutes each, and seven more for the first of a seed."""
+    for base, command in BASES.items():
+        if not (bases / base).is_dir():
+            click.echo(f"{base}: {command}")
+            subprocess.run([sys.executable, *command.split()[1:], "--out", bases / base], cwd=REPOSITORY, check=True)
+
+
 @cli.command()
 @click.argument("stage", type=click.Choice(sorted(STAGES)))
-@click.option("--workers", default=2, show_default=True, help="Runs at once.")
-@click.option("--bases", type=click.Path(path_type=Path), default=REPOSITORY / "build" / "bench" / "bases")
+@by_workers
+@in_folder
 @click.pass_obj
 def run(results: Path, stage: str, workers: int, bases: Path) -> None:
     """Take the runs of STAGE that are missing."""
     file = results / f"{stage}.csv"
     done = finished(file)
     todo = [one for one in STAGES[stage] if one not in done]
-    folders = {base: bases / base for base in {one.base for one in todo}}
-    for base, folder in folders.items():
-        if not folder.is_dir():
-            raise click.ClickException(f"{folder} is missing; make it: {BASES[base]} --out {folder}")
+    jobs = {one: (take, one, base_of(bases, one.base)) for one in todo}
+
+    def ended(one: Run, points: list[Point]) -> str:
+        append(file, COLUMNS, [row(one, point) for point in points])
+        return (
+            f"{one.arm}, {one.base}, seed {one.seed}, lr {one.lr:g}: held-out {points[0].held_out:.3f} -> "
+            f"{points[-1].last:.3f}"
+        )
+
+    in_processes(jobs, workers, ended)
+
+
+@cli.command("propagation")
+@by_workers
+@in_folder
+@click.pass_obj
+def run_propagation(results: Path, workers: int, bases: Path) -> None:
+    """Take the missing trials of how a skill spreads."""
+    file = results / "propagation.csv"
+    done = spread.read(file)
+    todo = [one for one in TRIALS if one not in done]
+    jobs = {
+        one: (
+            spread_of,
+            one,
+            base_of(bases, "base-0"),
+            None if one.share is None else base_of(bases, TEACHERS[one.share]),
+        )
+        for one in todo
+    }
+
+    def ended(one: spread.Trial, levels: list[spread.Level]) -> str:
+        append(file, spread.COLUMNS, [spread.row(one, level) for level in levels])
+        return f"{one.variant}, seed {one.seed}: others {levels[0].others:.3f} -> {levels[-1].others:.3f}"
+
+    in_processes(jobs, workers, ended)
+
+
+def base_of(bases: Path, name: str) -> Path:
+    """A base's folder, which has to be there."""
+    if not (bases / name).is_dir():
+        raise click.ClickException(f"{bases / name} is missing; make it: python scripts/bench/sapo.py bases")
+    return bases / name
+
+
+K = TypeVar("K")
+R = TypeVar("R")
+
+
+def in_processes(jobs: dict[K, tuple[Any, ...]], workers: int, ended: Callable[[K, R], str]) -> None:
+    """Call each job's function in a process of its own; `ended` takes its key and result, and says what to tell."""
     began, taken = time.monotonic(), 0
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
-        waiting: set[Future[tuple[Run, list[Point]]]] = {pool.submit(take, one, folders[one.base]) for one in todo}
+        waiting: dict[Future[R], K] = {pool.submit(*job): key for key, job in jobs.items()}
         while waiting:
-            ended, waiting = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in ended:
-                one, points = future.result()
-                append(file, one, points)
+            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in done:
+                told = ended(waiting.pop(future), future.result())
                 taken += 1
                 minutes = (time.monotonic() - began) / 60
-                click.echo(
-                    f"{taken} of {len(todo)}: {one.arm}, {one.base}, seed {one.seed}, lr {one.lr:g}: held-out "
-                    f"{points[0].held_out:.3f} -> {points[-1].last:.3f}; {minutes:.0f} min, about "
-                    f"{minutes / taken * len(waiting):.0f} more"
-                )
+                left = minutes / taken * len(waiting)
+                click.echo(f"{taken} of {len(jobs)}: {told}; {minutes:.0f} min, about {left:.0f} more")
 
 
 @cli.command()
@@ -94,13 +158,16 @@ def report(results: Path) -> None:
         if len({one.run.lr for one in found}) > 1:
             click.echo(tables.rates(found) + "\n")
             continue  # arms at different rates are no arms to compare
-        click.echo(tables.comparison(found, REFERENCES))
-        tables.draw(found, list(tables.by_arm(found)), results / f"{stage}.png")
+        click.echo(tables.by_base(found) if stage == "dose" else tables.comparison(found, REFERENCES))
+        if stage in DRAWN:
+            tables.draw(found, list(tables.by_arm(found)), results / f"{stage}.png")
+    if trials := spread.read(results / "propagation.csv"):
+        click.echo(f"\n## propagation of {TASK}\n\n{spread.table(trials)}")
 
 
-def take(one: Run, base: Path) -> tuple[Run, list[Point]]:
+def take(one: Run, base: Path) -> list[Point]:
     """One run, in a process of the pool."""
-    return one, asyncio.run(execute(one, ARMS[one.arm], base, lambda taken: None))
+    return asyncio.run(execute(one, ARMS[one.arm], base, lambda taken: None))
 
 
 def finished(file: Path) -> dict[Run, float]:
@@ -108,14 +175,19 @@ def finished(file: Path) -> dict[Run, float]:
     return {one.run: one.last["seconds"] for one in tables.read(file)}
 
 
-def append(file: Path, one: Run, points: list[Point]) -> None:
+def spread_of(one: spread.Trial, base: Path, teacher: Path | None) -> list[spread.Level]:
+    """One trial, in a process of the pool."""
+    return asyncio.run(spread.execute(one, base, teacher, lambda taken: None))
+
+
+def append(file: Path, columns: Sequence[str], rows: Iterable[dict[str, str]]) -> None:
     """Add a whole run in one write."""
     new = not file.exists()
     with file.open("a", newline="") as handle:
-        writer = csv.DictWriter(handle, COLUMNS)
+        writer = csv.DictWriter(handle, columns)
         if new:
             writer.writeheader()
-        writer.writerows(row(one, point) for point in points)
+        writer.writerows(rows)
 
 
 if __name__ == "__main__":

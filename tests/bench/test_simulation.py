@@ -2,25 +2,28 @@
 
 import asyncio
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts" / "bench"))
 
 from sapo import append, finished
+from simulation import propagation
 from simulation.arms import ARMS, REPOSITORY, Arm, mix
 from simulation.report import by_arm, comparison, ratio, read
-from simulation.swarm import Point, Run, execute, swarm
+from simulation.stages import BASES, STAGES, TASK, TEACHERS
+from simulation.swarm import COLUMNS, Point, Run, execute, row, swarm
 
 pytestmark = pytest.mark.slow
 
 EMBEDDED = REPOSITORY / "sapo_node" / "assets" / "benchmark"
 
 
-def small(name: str, nodes: int = 2, **changes: object) -> Arm:
-    arm = ARMS[name]
-    return Arm(arm.name, arm.training, arm.rollouts, nodes=nodes, **changes)  # type: ignore[arg-type]
+def small(name: str, nodes: int = 2, **changes: Any) -> Arm:
+    return replace(ARMS[name], nodes=nodes, **changes)
 
 
 async def questions(arm: Arm, seed: int, rounds: int = 2) -> list[list[bytes]]:
@@ -78,6 +81,10 @@ def test_own_past_groups_come_back_and_no_others() -> None:
     assert asyncio.run(producers()) == {"own past"}
 
 
+def write(file: Path, run: Run, points: list[Point]) -> None:
+    append(file, COLUMNS, [row(run, point) for point in points])
+
+
 def test_results_come_back_from_their_file_and_unfinished_runs_do_not(tmp_path: Path) -> None:
     def points(scale: float, last: bool = True) -> list[Point]:
         rest = {"held_out_any": 0.0, "lowest": 0.0, "highest": 0.0, "reward_first": 0.0, "reward_after": 0.0}
@@ -97,9 +104,9 @@ def test_results_come_back_from_their_file_and_unfinished_runs_do_not(tmp_path: 
 
     file = tmp_path / "test.csv"
     for seed in (0, 1):
-        append(file, Run("test", "a", "benchmark", seed, 1e-4, 20), points(0.02))
-        append(file, Run("test", "b", "benchmark", seed, 1e-4, 20), points(0.01))
-    append(file, Run("test", "b", "benchmark", 2, 1e-4, 20), points(0.01, last=False))
+        write(file, Run("test", "a", "base", seed, 1e-4, 20), points(0.02))
+        write(file, Run("test", "b", "base", seed, 1e-4, 20), points(0.01))
+    write(file, Run("test", "b", "base", 2, 1e-4, 20), points(0.01, last=False))
     assert len(finished(file)) == 4
     results = read(file)
     assert len(results) == 4
@@ -115,3 +122,33 @@ def test_every_arm_has_settings_that_a_node_takes() -> None:
         config = arm.config(EMBEDDED, 1e-4)
         assert config.training.on_shortage == "fewer"
     assert Arm("x", mix(3, 5)).config(EMBEDDED, 1e-4).training.external_groups == 5
+
+
+def test_every_stage_can_be_run() -> None:
+    for stage, runs in STAGES.items():
+        assert len(set(runs)) == len(runs) > 0
+        assert {run.stage for run in runs} == {stage}
+        assert {run.arm for run in runs} <= set(ARMS)
+        assert {run.base for run in runs} <= set(BASES)
+    assert set(TEACHERS.values()) <= set(BASES)
+
+
+def test_specialised_nodes_ask_what_others_do_not() -> None:
+    arm = ARMS["4/4 specialised"]
+    weights = [[task.weight for task in arm.config(EMBEDDED, 1e-4, node).tasks.mixture] for node in (0, 1)]
+    assert weights[0][0] == weights[1][1] > 3 * weights[0][1] == 3 * weights[1][0]
+
+
+def test_trials_of_propagation_come_back_from_their_file(tmp_path: Path) -> None:
+    file = tmp_path / "propagation.csv"
+    for seed in (0, 1):
+        trial = propagation.Trial("removed", TASK, seed, 3e-4, 20)
+        levels = [
+            propagation.Level(round=0, teacher=0.5, others=0.0, lowest=0.0, mean=0.1, seconds=0.0),
+            propagation.Level(round=10, teacher=None, others=(0.1, 0.3)[seed], lowest=0.0, mean=0.1, seconds=2.5),
+        ]
+        append(file, propagation.COLUMNS, [propagation.row(trial, level) for level in levels])
+    found = propagation.read(file)
+    assert list(found.values())[1] == levels
+    assert [propagation.crossing(one) for one in found.values()] == [None, 10]
+    assert "| removed | 2 | never, 10 | 0.20 | 0.00 |" in propagation.table(found)

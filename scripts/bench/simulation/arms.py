@@ -15,6 +15,8 @@ LEFT_OUT = "propositional_logic"
 """ReasoningGYM's scorer gives one constant answer, "(P ∨ Q)", about 0.8 in it. A swarm that finds it gives it to every
 question, and an arm's figure is then that of the round in which it did."""
 
+PREFERENCE = 12.0  # weight of a specialised node's task, where the six others have 1: two of three questions
+
 
 @dataclass(frozen=True)
 class Arm:
@@ -27,11 +29,14 @@ class Arm:
     nodes: int = 8
     longer: int = 1  # times the rounds
     own_past: bool = False  # external groups are the node's own earlier ones, not those of others
+    specialised: bool = False  # each node asks one task, not the same as its neighbours, far more often than the others
 
-    def config(self, base: Path, lr: float) -> NodeConfig:
-        """A node's settings in this arm. `base` is the model's folder."""
+    def config(self, base: Path, lr: float, node: int = 0) -> NodeConfig:
+        """A node's settings in this arm. `base` is the model's folder; `node` counts from 0."""
         demo = yaml.safe_load(MIXTURE.read_text())["tasks"]["mixture"]
         mixture = [task for task in demo if task["name"] != LEFT_OUT]
+        if self.specialised:
+            mixture[node % len(mixture)]["weight"] = PREFERENCE
         return NodeConfig.model_validate(
             {
                 "node": {"data_dir": "unused"},
@@ -78,5 +83,11 @@ ARMS = {
         Arm("4/4 unfiltered", mix(4, 4, external_zero_advantage="keep")),
         Arm("4/4 own past", mix(4, 4), own_past=True),
         Arm("4/4 twice the rounds", mix(4, 4), longer=2),
+        # What else the number and the likeness of nodes do.
+        Arm("pooled", mix(64, 0), nodes=1),  # one policy takes the groups of all eight
+        Arm("8/0 specialised", mix(8, 0), specialised=True),
+        Arm("4/4 specialised", mix(4, 4), specialised=True),
+        Arm("4/4, 2 nodes", mix(4, 4), nodes=2),
+        Arm("4/4, 32 nodes", mix(4, 4), nodes=32),
     )
 }

@@ -117,6 +117,35 @@ def comparison(results: Sequence[Result], references: Sequence[str]) -> str:
     return "\n".join(lines)
 
 
+def by_base(results: Sequence[Result]) -> str:
+    """Markdown: a line a base: where it starts, what both plain arms make of it, and what was to be expected.
+
+    Expected is the ratio of groups with an advantage in a training batch at the start, (I f + min(J, (N - 1) I f)) to
+    (I + J) f, with f = 1 - p^L - (1 - p)^L and p the start score: as if all tasks were alike.
+    """
+    bases: dict[str, list[Result]] = defaultdict(list)
+    for one in results:
+        bases[one.run.base].append(one)
+    heads = [
+        "base",
+        "start score",
+        "area 8/0",
+        "area 4/4",
+        "4/4 over 8/0",
+        "informative groups at the start, 4/4 over 8/0",
+    ]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for base, found in sorted(bases.items(), key=lambda item: item[1][0].points[0]["held_out"]):
+        arms = by_arm(found)
+        start = fmean(one.points[0]["held_out"] for one in found)
+        f = 1 - start**8 - (1 - start) ** 8
+        expected = (4 * f + min(4, 7 * 4 * f)) / (8 * f) if f else float("nan")
+        areas = [fmean(one.area for one in arms[arm]) if arm in arms else float("nan") for arm in ("8/0", "4/4")]
+        gain = ratio(arms.get("4/4", []), arms.get("8/0", []))
+        lines.append(f"| {base} | {start:.3f} | {areas[0]:.3f} | {areas[1]:.3f} | {gain or ''} | {expected:.2f} |")
+    return "\n".join(lines)
+
+
 def steps_to(results: Sequence[Result], level: float) -> str:
     """Mean rounds to a level over the runs that reached it, and how many did not."""
     found = [reached(one.curve(), level) for one in results]

@@ -4,21 +4,76 @@ Tuning and the search for a rule use base-0 and seeds 0-4. The confirmation uses
 by.
 """
 
+from collections.abc import Iterable
+
+from .propagation import Trial, Variant
 from .swarm import Run
 
 ROUNDS = 100  # the horizon: held-out scores of the plain arms still rise there, and a run takes about a CPU minute
 
-MAKE = "python scripts/make_tiny_model.py --preset benchmark --weaken-steps 110 --seed"
-BASES = {f"base-{seed}": f"{MAKE} {seed}" for seed in (0, 11, 12, 13)}
+MAKE = "python scripts/make_tiny_model.py --preset benchmark"
+WEAKENED = 110  # steps; of the bases that all stages but `dose` use
+BASES = {f"base-{seed}": f"{MAKE} --seed {seed} --weaken-steps {WEAKENED}" for seed in (0, 11, 12, 13)}
 
-RATES = (1e-4, 3e-4, 1e-3)
+# Dose-response: bases that can do less and more at the start.
+DOSES = {f"weak-{steps}": f"{MAKE} --seed 0 --weaken-steps {steps}" for steps in (50, 70, 90, 180)}
+BASES |= DOSES
+
+# Propagation: teachers, which kept more right answers to one task.
+TASK = "basic_arithmetic"
+TEACHERS = {0.6: "teacher-0.6", 1.0: "teacher-1.0"}
+BASES |= {name: f"{MAKE} --seed 0 --weaken-steps {WEAKENED} --keep {TASK}={share}" for share, name in TEACHERS.items()}
+
+REFERENCES = ("8/0", "4/4")  # every arm is compared with these
+
+# 1. Learning rates; seed by seed, so that whatever is finished compares all arms.
+TRIED = (1e-4, 3e-4, 1e-3)
 TUNED = ("8/0", "4/4", "drop+refill", "yield")
 
 
-def _lr() -> list[Run]:
-    """1. Learning rates; seed by seed, so that whatever is finished compares all arms."""
-    return [Run("lr", arm, "base-0", seed, lr, ROUNDS) for seed in range(3) for lr in RATES for arm in TUNED]
+def _lr() -> Iterable[Run]:
+    return (Run("lr", arm, "base-0", seed, lr, ROUNDS) for seed in range(3) for lr in TRIED for arm in TUNED)
 
 
-STAGES = {"lr": _lr()}
-REFERENCES = ("8/0", "4/4")  # every arm is compared with these
+# What the first stage found best. Arms that were not tuned inherit the rate of the tuned arm they are nearest to.
+RATES = {"8/0": 3e-4, "4/4": 3e-4, "drop+refill": 3e-4, "yield": 3e-4}
+NEAREST = {"drop": "drop+refill", "refill": "drop+refill", "4/4 own past": "4/4", "pooled": "8/0"}
+
+
+def rate(arm: str) -> float:
+    """An arm's learning rate."""
+    if arm in RATES:
+        return RATES[arm]
+    near = [one for one in ("drop+refill", "yield", "4/4", "8/0") if arm.startswith(one)]
+    return RATES[NEAREST.get(arm) or (near[0] if near else "4/4")]
+
+
+def _runs(stage: str, arms: Iterable[str], base: str, seeds: Iterable[int]) -> Iterable[Run]:
+    arms = list(arms)
+    return (Run(stage, arm, base, seed, rate(arm), ROUNDS) for seed in seeds for arm in arms)
+
+
+# 2. Rules, and 3. controls.
+RULES = ("drop", "refill", "drop+refill", "drop+refill+coverage", "yield", "drop+refill+yield")
+CONTROLS = ("8/0 resample", "4/4 unfiltered", "4/4 own past")
+
+# 6. and 7.
+OTHERS = ("6/2", "2/6", "4/0", "pooled", "8/0 specialised", "4/4 specialised", "4/4, 2 nodes", "4/4, 32 nodes")
+
+STAGES: dict[str, list[Run]] = {
+    "lr": list(_lr()),
+    "rules": list(_runs("rules", (*REFERENCES, *RULES), "base-0", range(5))),
+    "controls": list(_runs("controls", (*REFERENCES, *CONTROLS), "base-0", range(5))),
+    "dose": [run for base in ("base-0", *DOSES) for run in _runs("dose", REFERENCES, base, range(3))],
+    "others": list(_runs("others", (*REFERENCES, *OTHERS), "base-0", range(3))),
+}
+
+DRAWN = ("rules",)  # stages of which `report` draws the curves
+
+# 5. Propagation.
+VARIANTS: tuple[Variant, ...] = ("teacher", "perfect teacher", "no teacher", "alone", "removed")
+TRIALS = [
+    Trial(variant, TASK, seed, RATES["8/0" if variant == "alone" else "4/4"], ROUNDS)
+    for seed in range(3)
+    for variant in VARIANTS
+]

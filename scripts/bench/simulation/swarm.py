@@ -141,7 +141,8 @@ async def swarm(
             pool = await Pool.open(folder / f"{index}.sqlite", config.rollouts)
             stack.push_async_callback(pool.close)
             start = teacher if teacher is not None and index == 0 else base
-            nodes.append(Node(index, seed, config, start, pool, scorers, clock))
+            own = arm.config(base, lr, index)
+            nodes.append(Node(index, seed, own, start, pool, scorers, clock))
         held = await HeldOut.prepare(config, tasks, scorers, LAST_QUESTIONS)
         verifier = Verifier(
             swarm=config.swarm.name,
