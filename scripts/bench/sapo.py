@@ -27,10 +27,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from simulation import processes
 from simulation import propagation as spread
 from simulation import report as tables
 from simulation.arms import ARMS, REPOSITORY
-from simulation.stages import BASES, DRAWN, REFERENCES, STAGES, TASK, TEACHERS, TRIALS
+from simulation.stages import BASES, DRAWN, REFERENCES, ROUNDS, STAGES, TASK, TEACHERS, TRIALS, rate
 from simulation.swarm import COLUMNS, Point, Run, execute, row
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "sapo"
@@ -120,6 +121,22 @@ def run_propagation(results: Path, workers: int, bases: Path) -> None:
     in_processes(jobs, workers, ended)
 
 
+@cli.command("processes")
+@click.option("--repeats", default=2, show_default=True, help="Runs an arm.")
+@in_folder
+@click.pass_obj
+def run_processes(results: Path, repeats: int, bases: Path) -> None:
+    """Run the plain arms as real node processes, one swarm after another."""
+    file = results / "processes.csv"
+    done = processes.read(file)
+    for repeat in range(repeats):
+        for arm in REFERENCES:
+            if (arm, repeat) not in done:
+                found = processes.execute(ARMS[arm], base_of(bases, "base-0"), rate(arm), ROUNDS, repeat)
+                append(file, processes.COLUMNS, [processes.row(one) for one in found])
+                click.echo(f"{arm}, run {repeat}: held-out {found[0].held_out:.3f} -> {found[-1].held_out:.3f}")
+
+
 def base_of(bases: Path, name: str) -> Path:
     """A base's folder, which has to be there."""
     if not (bases / name).is_dir():
@@ -161,6 +178,8 @@ def report(results: Path) -> None:
         click.echo(tables.by_base(found) if stage == "dose" else tables.comparison(found, REFERENCES))
         if stage in DRAWN:
             tables.draw(found, list(tables.by_arm(found)), results / f"{stage}.png")
+    if real := processes.read(results / "processes.csv"):
+        click.echo(f"\n## real processes\n\n{processes.table(real, tables.read(results / 'rules.csv'))}")
     if trials := spread.read(results / "propagation.csv"):
         click.echo(f"\n## propagation of {TASK}\n\n{spread.table(trials)}")
 

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts" / "bench"))
 
 from sapo import append, finished
-from simulation import propagation
+from simulation import processes, propagation
 from simulation.arms import ARMS, REPOSITORY, Arm, mix
 from simulation.report import by_arm, comparison, ratio, read
 from simulation.stages import BASES, STAGES, TASK, TEACHERS
@@ -152,3 +152,12 @@ def test_trials_of_propagation_come_back_from_their_file(tmp_path: Path) -> None
     assert list(found.values())[1] == levels
     assert [propagation.crossing(one) for one in found.values()] == [None, 10]
     assert "| removed | 2 | never, 10 | 0.20 | 0.00 |" in propagation.table(found)
+
+
+def test_an_arm_runs_as_real_processes_and_its_curve_comes_back(tmp_path: Path) -> None:
+    arm = replace(ARMS["4/4"], nodes=2, tasks={"eval_questions": 30})
+    found = processes.execute(arm, EMBEDDED, 3e-4, 2, repeat=0)
+    assert [one.round for one in found] == [0, 2]
+    assert all(0.0 <= one.lowest <= one.held_out <= one.highest <= 1.0 for one in found)
+    append(tmp_path / "processes.csv", processes.COLUMNS, [processes.row(one) for one in found])
+    assert list(processes.read(tmp_path / "processes.csv")) == [("4/4", 0)]
