@@ -14,8 +14,8 @@ from scipy import stats
 Curve = Sequence[tuple[float, float]]  # (x, y), x rising
 Key = tuple[str, int]  # base, seed
 
-FLOOR = 0.5 / (64 * 4 * 8)
-"""Half of the smallest mean that one evaluation can show (64 questions x 4 samples x 8 nodes): a swarm that never gave
+FLOOR = 0.5 / (56 * 4 * 8)
+"""Half of the smallest mean that one evaluation can show (56 questions x 4 samples x 8 nodes): a swarm that never gave
 a right answer has an area of nothing, whose logarithm does not exist."""
 
 

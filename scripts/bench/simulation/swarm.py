@@ -27,8 +27,8 @@ from .arms import Arm
 from .node import Clock, LocalScorers, Node, number
 
 EVAL_EVERY = 20  # rounds
-EVAL_QUESTIONS, EVAL_SAMPLES = 8, 4  # a task (64 in all), completions a question
-LAST_QUESTIONS, LAST_SAMPLES = 32, 8  # at the end: 256 questions
+EVAL_QUESTIONS, EVAL_SAMPLES = 8, 4  # a task (56 in all), completions a question
+LAST_QUESTIONS, LAST_SAMPLES = 32, 8  # at the end: 224 questions
 MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where the pools lie: they are synced at every write
 
 
@@ -48,8 +48,8 @@ class Run:
 class Point:
     """Means over the nodes at one evaluation; what is counted is counted since the evaluation before.
 
-    `held_out` is pass@1 over 64 questions x 4; `held_out_any` the share of questions with a right answer among those
-    samples. At the end `last` and `last_any` are the same over 256 x 8, so `last_any` is pass@8.
+    `held_out` is pass@1 over 56 questions x 4; `held_out_any` the share of questions with a right answer among those
+    samples. At the end `last` and `last_any` are the same over 224 x 8, so `last_any` is pass@8.
     """
 
     round: int
