@@ -8,10 +8,11 @@ from typing import Any, Final
 
 import msgspec
 import zstandard
+from msgspec.structs import replace
 
 from sapo_node.identity import Identity, verify
 from sapo_node.rollouts import codec
-from sapo_node.rollouts.schema import Batch
+from sapo_node.rollouts.schema import Batch, Completion
 from sapo_node.swarm import protocol
 
 from . import values
@@ -84,6 +85,15 @@ def _batches() -> list[tuple[Batch, bytes]]:
     return [(batch, codec.encode_batch(batch, values.ME).data) for batch in made]
 
 
+@functools.cache
+def _full() -> bytes:
+    """The largest batch that is valid: 7.9 MB of text in all completions that fit."""
+    valid = values.batch(Random(0))
+    answers = [Completion(text="1 + 1 = 2. " * 330, finish="stop", n_tokens=9)] * protocol.MAX_COMPLETIONS
+    groups = [replace(values.group(Random(n), n), completions=answers) for n in range(protocol.MAX_GROUPS)]
+    return codec.encode_batch(replace(valid, groups=groups), values.ME).data
+
+
 def _make_batch(rng: Random) -> bytes:
     kind = rng.randrange(12)
     if kind == 0:
@@ -95,8 +105,8 @@ def _make_batch(rng: Random) -> bytes:
         return mutate(rng, sealed, rng.choice(_batches())[1])
     if kind == 5:
         return _sealed(rng, b"B", mutate(rng, _COMPRESSOR.compress(packed(valid))))
-    if kind == 6 and rng.random() < 0.1:  # each costs milliseconds
-        return _sealed(rng, b"B", rng.choice(_BOMBS))
+    if kind == 6 and rng.random() < 0.05:  # each costs milliseconds
+        return _full() if rng.random() < 0.2 else _sealed(rng, b"B", rng.choice(_BOMBS))
     if kind == 7:
         raw = tokens(rng)
     elif kind == 8:

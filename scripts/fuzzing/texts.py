@@ -56,8 +56,8 @@ _PIECES: Final = ("<answer>", "</answer>", "1,234.5", "(B)", " ", "\n", "\x1b[31
 
 def _make_text(rng: Random, most: int = 3000) -> bytes:
     if rng.random() < 0.3:
-        return random_bytes(rng, 600)
-    text = "".join(rng.choice(_PIECES) for _ in range(most if rng.random() < 0.01 else rng.randrange(30)))
+        return random_bytes(rng, 300)
+    text = "".join(rng.choice(_PIECES) for _ in range(most if rng.random() < 0.002 else rng.randrange(30)))
     return mutate(rng, text.encode()[: 64 * 1024])
 
 

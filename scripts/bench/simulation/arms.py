@@ -60,6 +60,7 @@ DROP = {"external_negative": "drop"}
 REFILL = {"local_zero_advantage": "refill"}
 COVERAGE = {"rule": "capped", "strategy": "coverage"}
 YIELD = {"curriculum": "yield"}
+TWICE = {"max_external_uses": 2}
 
 ARMS = {
     arm.name: arm
@@ -75,7 +76,11 @@ ARMS = {
         Arm("drop+refill", mix(4, 4, **DROP, **REFILL)),
         Arm("drop+refill+coverage", mix(4, 4, **DROP, **REFILL, **COVERAGE)),
         Arm("yield", mix(4, 4), tasks=YIELD),
-        Arm("drop+refill+yield", mix(4, 4, **DROP, **REFILL), tasks=YIELD),
+        # Others' groups cost no sampling, so a batch may hold all that the swarm has of them.
+        Arm("4/12", mix(4, 12)),
+        Arm("wide", mix(4, 12, **DROP, **REFILL, **COVERAGE), TWICE),
+        Arm("wide, all negatives", mix(4, 12, **REFILL, **COVERAGE), TWICE),
+        Arm("wide, no negatives", mix(4, 12, **DROP, **REFILL, **COVERAGE, local_negative="drop"), TWICE),
         # Controls.
         Arm("8/0 resample", mix(8, 0, local_zero_advantage="resample")),
         Arm("8/0 yield", mix(8, 0), tasks=YIELD),

@@ -28,7 +28,7 @@ REFERENCES = ("8/0", "4/4")  # every arm is compared with these
 
 # 1. Learning rates; seed by seed, so that whatever is finished compares all arms.
 TRIED = (1e-4, 3e-4, 1e-3)
-TUNED = ("8/0", "4/4", "drop+refill", "yield")
+TUNED = ("8/0", "4/4", "wide")
 
 
 def _lr() -> Iterable[Run]:
@@ -36,16 +36,12 @@ def _lr() -> Iterable[Run]:
 
 
 # What the first stage found best. Arms that were not tuned inherit the rate of the tuned arm they are nearest to.
-RATES = {"8/0": 3e-4, "4/4": 3e-4, "drop+refill": 3e-4, "yield": 3e-4}
-NEAREST = {"drop": "drop+refill", "refill": "drop+refill", "4/4 own past": "4/4", "pooled": "8/0"}
+RATES = {"8/0": 3e-4, "4/4": 3e-4, "wide": 3e-4}
 
 
 def rate(arm: str) -> float:
     """An arm's learning rate."""
-    if arm in RATES:
-        return RATES[arm]
-    near = [one for one in ("drop+refill", "yield", "4/4", "8/0") if arm.startswith(one)]
-    return RATES[NEAREST.get(arm) or (near[0] if near else "4/4")]
+    return RATES["8/0" if arm.startswith(("8/0", "pooled")) else "wide" if arm.startswith("wide") else "4/4"]
 
 
 def _runs(stage: str, arms: Iterable[str], base: str, seeds: Iterable[int]) -> Iterable[Run]:
@@ -54,7 +50,7 @@ def _runs(stage: str, arms: Iterable[str], base: str, seeds: Iterable[int]) -> I
 
 
 # 2. Rules, and 3. controls.
-RULES = ("drop", "refill", "drop+refill", "drop+refill+coverage", "yield", "drop+refill+yield")
+RULES = ("drop+refill", "drop+refill+coverage", "4/12", "wide", "wide, all negatives", "wide, no negatives")
 CONTROLS = ("8/0 resample", "4/4 unfiltered", "4/4 own past")
 
 # 6. and 7.
