@@ -60,6 +60,7 @@ DROP = {"external_negative": "drop"}
 REFILL = {"local_zero_advantage": "refill"}
 COVERAGE = {"rule": "capped", "strategy": "coverage"}
 YIELD = {"curriculum": "yield"}
+SEQUENCES = {"loss_mean": "sequence"}
 TWICE = {"max_external_uses": 2}
 
 ARMS = {
@@ -80,11 +81,11 @@ ARMS = {
         Arm("4/12", mix(4, 12)),
         Arm("wide", mix(4, 12, **DROP, **REFILL, **COVERAGE), TWICE),
         Arm("wide, all negatives", mix(4, 12, **REFILL, **COVERAGE), TWICE),
-        Arm("wide, no negatives", mix(4, 12, **DROP, **REFILL, **COVERAGE, local_negative="drop"), TWICE),
+        Arm("wide, sequence mean", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES), TWICE),
         # Controls.
         Arm("8/0 resample", mix(8, 0, local_zero_advantage="resample")),
-        Arm("8/0 yield", mix(8, 0), tasks=YIELD),
-        Arm("8/0 drop", mix(8, 0, local_negative="drop")),
+        Arm("8/0 sequence mean", mix(8, 0, **SEQUENCES)),
+        Arm("4/4 sequence mean", mix(4, 4, **SEQUENCES)),
         Arm("4/4 unfiltered", mix(4, 4, external_zero_advantage="keep")),
         Arm("4/4 own past", mix(4, 4), own_past=True),
         Arm("4/4 twice the rounds", mix(4, 4), longer=2),
