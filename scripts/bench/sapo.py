@@ -31,7 +31,7 @@ from simulation import processes
 from simulation import propagation as spread
 from simulation import report as tables
 from simulation.arms import ARMS, REPOSITORY
-from simulation.stages import BASES, DRAWN, REFERENCES, ROUNDS, STAGES, TASK, TEACHERS, TRIALS, rate
+from simulation.stages import BASES, BORROW, DRAWN, REFERENCES, ROUNDS, STAGES, TASK, TEACHERS, TRIALS, rate
 from simulation.swarm import COLUMNS, Point, Run, execute, row
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "sapo"
@@ -171,6 +171,8 @@ def report(results: Path) -> None:
         found = tables.read(results / f"{stage}.csv")
         if not found:
             continue
+        if stage in BORROW:
+            found = [one for one in tables.read(results / "rules.csv") if one.run.arm in REFERENCES] + found
         click.echo(f"\n## {stage}\n")
         if len({one.run.lr for one in found}) > 1:
             click.echo(tables.rates(found) + "\n")

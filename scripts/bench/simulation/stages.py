@@ -59,10 +59,11 @@ OTHERS = ("6/2", "2/6", "4/0", "pooled", "8/0 specialised", "4/4 specialised", "
 STAGES: dict[str, list[Run]] = {
     "lr": list(_lr()),
     "rules": list(_runs("rules", (*REFERENCES, *RULES), "base-0", range(5))),
-    "controls": list(_runs("controls", (*REFERENCES, *CONTROLS), "base-0", range(5))),
-    "dose": [run for base in ("base-0", *DOSES) for run in _runs("dose", REFERENCES, base, range(3))],
-    "others": list(_runs("others", (*REFERENCES, *OTHERS), "base-0", range(3))),
+    "controls": list(_runs("controls", CONTROLS, "base-0", range(5))),
+    "dose": [run for base in DOSES for run in _runs("dose", REFERENCES, base, range(3))],
+    "others": list(_runs("others", OTHERS, "base-0", range(3))),
 }
+BORROW = ("controls", "dose", "others")  # stages whose runs of the references on base-0 are those of `rules`
 
 DRAWN = ("rules",)  # stages of which `report` draws the curves
 
