@@ -4,7 +4,7 @@ import asyncio
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
@@ -13,9 +13,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts" / "bench"
 from sapo import append, finished
 from simulation import processes, propagation
 from simulation.arms import ARMS, REPOSITORY, Arm, mix
+from simulation.poison import Kind
 from simulation.report import by_arm, comparison, ratio, read
 from simulation.stages import BASES, STAGES, TASK, TEACHERS
 from simulation.swarm import COLUMNS, Point, Run, execute, row, swarm
+
+from sapo_node.training.sapo import informative
 
 pytestmark = pytest.mark.slow
 
@@ -161,3 +164,16 @@ def test_an_arm_runs_as_real_processes_and_its_curve_comes_back(tmp_path: Path) 
     assert all(0.0 <= one.lowest <= one.held_out <= one.highest <= 1.0 for one in found)
     append(tmp_path / "processes.csv", processes.COLUMNS, [processes.row(one) for one in found])
     assert list(processes.read(tmp_path / "processes.csv")) == [("4/4", 0)]
+
+
+@pytest.mark.parametrize("kind", get_args(Kind))
+def test_poison_passes_verification(kind: Kind) -> None:
+    async def taken() -> tuple[int, int]:
+        arm = replace(ARMS["4/4"], nodes=1, poisoners=1, poison=kind)
+        async with swarm(arm, EMBEDDED, 0, 3e-4) as (made, _, _):
+            await made.round(0)
+            candidates = await made.nodes[0].pool.external_candidates(made._clock())
+            return len(candidates), sum(informative(one.rewards) for one in candidates)
+
+    groups, usable = asyncio.run(taken())
+    assert 0 < usable == groups

@@ -8,6 +8,8 @@ import yaml
 
 from sapo_node.config import NodeConfig
 
+from .poison import Kind
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent.parent
 MIXTURE = REPOSITORY / "configs" / "demo.yaml"
 
@@ -29,6 +31,8 @@ class Arm:
     nodes: int = 8
     longer: int = 1  # times the rounds
     own_past: bool = False  # external groups are the node's own earlier ones, not those of others
+    poisoners: int = 0  # hostile peers beside the nodes
+    poison: Kind = "constant"
     specialised: bool = False  # each node asks one task, not the same as its neighbours, far more often than the others
 
     def config(self, base: Path, lr: float, node: int = 0) -> NodeConfig:

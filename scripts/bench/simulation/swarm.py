@@ -25,6 +25,7 @@ from sapo_node.tasks import mixture
 
 from .arms import Arm
 from .node import Clock, LocalScorers, Node, number
+from .poison import Poisoner
 
 EVAL_EVERY = 20  # rounds
 EVAL_QUESTIONS, EVAL_SAMPLES = 8, 4  # a task (56 in all), completions a question
@@ -83,9 +84,11 @@ def row(run: Run, point: Point) -> dict[str, str]:
 class Swarm:
     """The nodes of one run."""
 
-    def __init__(self, arm: Arm, seed: int, nodes: list[Node], clock: Clock, verifier: Verifier) -> None:
+    def __init__(
+        self, arm: Arm, seed: int, nodes: list[Node], poisoners: list[Poisoner], clock: Clock, verifier: Verifier
+    ) -> None:
         """Use `swarm`."""
-        self.arm, self.seed, self.nodes = arm, seed, nodes
+        self.arm, self.seed, self.nodes, self.poisoners = arm, seed, nodes, poisoners
         self._clock = clock
         self._verifier = verifier  # for `own_past`
         self._own: dict[int, Opened] = {}
@@ -98,6 +101,7 @@ class Swarm:
         for node in self.nodes:
             await node.arrivals.count_stock()
         batches = [await node.draw(number_) for node in self.nodes]
+        batches += [poisoner.draw(number_) for poisoner in self.poisoners]
         await (self._return_own(batches) if self.arm.own_past else self._deliver(batches, number_))
         for node in self.nodes:
             record = await node.take()
@@ -153,7 +157,8 @@ async def swarm(
             judge=scorers,
             known=nodes[0].pool,
         )
-        yield Swarm(arm, seed, nodes, clock, verifier), held, scorers
+        poisoners = [Poisoner(index, seed, config, clock, arm.poison) for index in range(arm.poisoners)]
+        yield Swarm(arm, seed, nodes, poisoners, clock, verifier), held, scorers
 
 
 async def execute(run: Run, arm: Arm, base: Path, told: Callable[[int], None]) -> list[Point]:
