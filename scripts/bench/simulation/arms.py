@@ -65,6 +65,7 @@ REFILL = {"local_zero_advantage": "refill"}
 COVERAGE = {"rule": "capped", "strategy": "coverage"}
 YIELD = {"curriculum": "yield"}
 SEQUENCES = {"loss_mean": "sequence"}
+KL = {"kl_coef": 0.02}
 TWICE = {"max_external_uses": 2}
 
 ARMS = {
@@ -84,12 +85,13 @@ ARMS = {
         # Others' groups cost no sampling, so a batch may hold all that the swarm has of them.
         Arm("4/12", mix(4, 12)),
         Arm("wide", mix(4, 12, **DROP, **REFILL, **COVERAGE), TWICE),
-        Arm("wide, all negatives", mix(4, 12, **REFILL, **COVERAGE), TWICE),
         Arm("wide, sequence mean", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES), TWICE),
+        Arm("wide, kl", mix(4, 12, **DROP, **REFILL, **COVERAGE, **KL), TWICE),
+        Arm("wide, sequence mean, kl", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES, **KL), TWICE),
         # Controls.
         Arm("8/0 resample", mix(8, 0, local_zero_advantage="resample")),
-        Arm("8/0 sequence mean", mix(8, 0, **SEQUENCES)),
-        Arm("4/4 sequence mean", mix(4, 4, **SEQUENCES)),
+        Arm("8/0 sequence mean, kl", mix(8, 0, **SEQUENCES, **KL)),
+        Arm("4/4 sequence mean, kl", mix(4, 4, **SEQUENCES, **KL)),
         Arm("4/4 unfiltered", mix(4, 4, external_zero_advantage="keep")),
         Arm("4/4 own past", mix(4, 4), own_past=True),
         Arm("4/4 twice the rounds", mix(4, 4), longer=2),

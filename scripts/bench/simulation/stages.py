@@ -50,8 +50,9 @@ def _runs(stage: str, arms: Iterable[str], base: str, seeds: Iterable[int]) -> I
 
 
 # 2. Rules, and 3. controls.
-RULES = ("drop+refill", "drop+refill+coverage", "4/12", "wide", "wide, all negatives", "wide, sequence mean")
-CONTROLS = ("8/0 resample", "refill", "4/4 unfiltered", "4/4 own past", "4/4 sequence mean")
+RULES = ("drop+refill+coverage", "4/12", "wide", "wide, sequence mean", "wide, kl", "wide, sequence mean, kl")
+SAME_LOSS = ("8/0 sequence mean, kl", "4/4 sequence mean, kl")  # the loss of the last rule on the plain mixes
+CONTROLS = ("8/0 resample", "refill", "4/4 unfiltered", "4/4 own past", *SAME_LOSS)
 
 # 6. and 7.
 OTHERS = ("6/2", "2/6", "4/0", "pooled", "8/0 specialised", "4/4 specialised", "4/4, 2 nodes", "4/4, 32 nodes")
