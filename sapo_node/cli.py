@@ -166,14 +166,57 @@ def status(config_path: Path | None, data_dir: Path | None, as_json: bool, ready
     return command.run(_data_dir(config_path, data_dir), as_json, ready)
 
 
-@cli.command()
+@cli.group(invoke_without_command=True)
 @_where
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def peers(config_path: Path | None, data_dir: Path | None, as_json: bool) -> int:
+@click.option("--why", metavar="ID", help="Say what the node thinks of one peer, and for which reasons.")
+@click.pass_context
+def peers(
+    context: click.Context, config_path: Path | None, data_dir: Path | None, as_json: bool, why: str | None
+) -> int:
     """List the peers that a node met: where they are, how they were found, what they were good for."""
+    if context.invoked_subcommand:
+        if as_json or why or config_path or data_dir:
+            raise click.UsageError(
+                f"Options stand behind the command: sapo-node peers {context.invoked_subcommand} ..."
+            )
+        return 0
     from sapo_node.commands import peers as command
 
-    return command.run(_data_dir(config_path, data_dir), as_json)
+    where = _data_dir(config_path, data_dir)
+    return command.run(where, as_json) if why is None else command.why(where, why, as_json)
+
+
+@peers.command()
+@_where
+@click.argument("peer_id", metavar="ID")
+@click.option("--purge", is_flag=True, help="Also remove its groups from the pool.")
+def deny(config_path: Path | None, data_dir: Path | None, peer_id: str, purge: bool) -> int:
+    """Give the peer ID no answer and take nothing from it, also after a restart. A running node obeys in seconds."""
+    from sapo_node.commands import peers as command
+
+    return command.deny(_data_dir(config_path, data_dir), peer_id, purge)
+
+
+@peers.command()
+@_where
+@click.argument("peer_id", metavar="ID")
+def allow(config_path: Path | None, data_dir: Path | None, peer_id: str) -> int:
+    """Take back what `peers deny` said of the peer ID. The settings (swarm.deny, swarm.allow) hold as before."""
+    from sapo_node.commands import peers as command
+
+    return command.allow(_data_dir(config_path, data_dir), peer_id)
+
+
+@cli.command("swarm-key")
+@click.argument("file", type=_FILE)
+def swarm_key(file: Path) -> int:
+    """Write a new key of a private swarm to FILE (swarm.secret_file), readable by its owner alone."""
+    from sapo_node.swarm import secret
+
+    secret.make(file)
+    click.echo(f"{file}: the key of a private swarm; give each of its nodes a copy with mode 0600, and nobody else one")
+    return 0
 
 
 @cli.command("id")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from sapo_node.config_addresses import IPFS_PEERS, OwnAddress, PeerAddress
+from sapo_node.config_addresses import IPFS_PEERS, OwnAddress, PeerAddress, PeerId
 from sapo_node.rollouts.schema import ConfigValue
 from sapo_node.tasks import catalog
 from sapo_node.tasks.base import TaskRefused
@@ -199,6 +199,10 @@ class SwarmSection(Section):
     name: Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "sapo"
     """Swarm to join. Nodes with different names never see each other's groups."""
 
+    secret_file: Path | None = None
+    """File with the shared key of a private swarm (`sapo-node swarm-key` makes one); read at the start. Only nodes with
+    the same key and name are members. A relative path starts at the config file's folder. See docs/operations.md."""
+
     listen: list[OwnAddress] = Field(default_factory=lambda: ["/ip4/0.0.0.0/tcp/0"])
     """Addresses to listen on, as multiaddrs. Port 0 takes a free one."""
 
@@ -221,6 +225,18 @@ class SwarmSection(Section):
 
     rendezvous_peers: list[PeerAddress] = Field(default_factory=lambda: list(IPFS_PEERS), max_length=64)
     """Where the public DHT is entered, under `rendezvous`."""
+
+    allow: list[PeerId] = Field(default_factory=list, max_length=1024)
+    """Peer ids. If there are any, this node talks to these alone, and to none that is denied."""
+
+    deny: list[PeerId] = Field(default_factory=list, max_length=1024)
+    """Peer ids that get no answer and from which nothing is taken. `sapo-node peers deny` does so without a restart."""
+
+    accept_licences: list[Annotated[str, Field(min_length=1, max_length=64)]] = Field(
+        default_factory=list, max_length=256
+    )
+    """Groups are taken only from models with one of these licences, as their nodes name it (capitals count alike).
+    Empty: from all."""
 
     max_connections: Annotated[int, Field(ge=16, le=65536)] = 256
     """Connections that are kept. Of more, those that serve the swarm least are closed, about once a minute."""
@@ -252,7 +268,7 @@ class TrainingSection(Section):
 
     rule: Literal["paper", "capped"] = "paper"
     """How external groups are chosen. paper: uniform over those with non-zero advantage. capped: with a share cap a
-    peer and dedupe by question."""
+    network, half of J for peers known for a day, and dedupe by question; for swarms that anyone may join."""
 
     strategy: Literal["uniform", "learnability", "coverage", "novelty"] = "uniform"
     """Weight of a usable external group under `capped`: equal, p(1-p), evenly over tasks, or that times the share of

@@ -34,19 +34,27 @@ def _with_peer_id(address: str) -> str:
     peer_id = re.search(r"/p2p/([^/]+)$", address)
     if peer_id is None:
         raise ValueError("must end with /p2p/ and the peer id; the other node prints its full addresses when it starts")
-    if not _is_peer_id(peer_id[1]):
+    if not is_peer_id(peer_id[1]):
         shown = peer_id[1] if len(peer_id[1]) <= 80 else f"{peer_id[1][:80]}..."
         raise ValueError(f"has the peer id {shown} at its end, which is not valid; copy the whole address again")
     return address
 
 
-def _is_peer_id(text: str) -> bool:
+def is_peer_id(text: str) -> bool:
     """Whether it is base58 of a multihash: an Ed25519 key in the clear, or a SHA-256."""
+    if not (text.isascii() and text.isalnum()):  # white space at the end would be overlooked below
+        return False
     try:
         data = base58.b58decode(text[:64])  # valid ones are shorter; decoding takes the square of the length
     except ValueError:
         return False
     return data[:2] in (b"\x00\x24", b"\x12\x20") and len(data) == 2 + data[1]
+
+
+def _peer_id(text: str) -> str:
+    if not is_peer_id(text):
+        raise ValueError("is no peer id; `sapo-node peers` lists those of the peers met, as in 12D3KooW...")
+    return text
 
 
 def check_peer_address(address: str) -> str:
@@ -57,6 +65,7 @@ def check_peer_address(address: str) -> str:
 Multiaddr = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_multiaddr)]
 OwnAddress = Annotated[Multiaddr, AfterValidator(_without_peer_id)]
 PeerAddress = Annotated[Multiaddr, AfterValidator(_with_peer_id)]
+PeerId = Annotated[str, Field(min_length=1, max_length=64), AfterValidator(_peer_id)]
 
 IPFS_PEERS = (
     "/dnsaddr/bootstrap.libp2p.io/p2p/QmNnooDu7bfjPFoTZYxMNLWUQJyrVwtbZg5gBMjTezGAJN",

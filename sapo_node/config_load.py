@@ -282,8 +282,9 @@ def _anchor(data: dict[str, Any], base: Path) -> None:
         if isinstance(given, str):
             node["data_dir"] = resolved(given)
     swarm = data.get("swarm")
-    if isinstance(swarm, dict) and isinstance(peers := swarm.get("peers_file"), str):
-        swarm["peers_file"] = resolved(peers)
+    for name in ("peers_file", "secret_file"):
+        if isinstance(swarm, dict) and isinstance(file := swarm.get(name), str):
+            swarm[name] = resolved(file)
     inference = data.get("inference")
     if isinstance(inference, dict) and isinstance(weights := inference.get("weights_dir"), str):
         inference["weights_dir"] = resolved(weights)

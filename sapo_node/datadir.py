@@ -62,6 +62,7 @@ class DataDir:
         self.version = path / "version"
         self.key = path / "identity.key"
         self.peers = path / "peers.json"
+        self.denied = path / "denied.json"
         self.pool = path / "pool.sqlite"
         self.checkpoints = path / "checkpoints"
         self.status = path / "node.json"

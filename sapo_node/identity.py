@@ -68,13 +68,13 @@ class Identity:
         """Make a new key and write it to `path`, which must not exist."""
         key = Ed25519PrivateKey.generate()
         identity = cls(path, key)
-        _write_new(path, identity._file_content())
+        write_private(path, identity._file_content())
         return identity
 
     @classmethod
     def load(cls, path: Path) -> "Identity":
         """Read the key file at `path`."""
-        return cls(path, _parse(_read_private(path), path))
+        return cls(path, _parse(read_private(path, _KEY_FILE_BYTES + 1, "`sapo-node init` makes one"), path))
 
     @classmethod
     def load_or_create(cls, path: Path) -> "Identity":
@@ -85,12 +85,12 @@ class Identity:
     def import_(cls, source: Path, path: Path) -> "Identity":
         """Copy the key file `source` to `path`, which must not exist: the same node at another place."""
         identity = cls.load(source)
-        _write_new(path, identity._file_content())
+        write_private(path, identity._file_content())
         return cls.load(path)
 
     def export(self, destination: Path) -> None:
         """Write a copy of the key file to `destination`, which must not exist."""
-        _write_new(destination, self._file_content())
+        write_private(destination, self._file_content())
 
     def sign(self, data: bytes) -> bytes:
         """The 64-byte Ed25519 signature of `data`."""
@@ -100,13 +100,14 @@ class Identity:
         return _KEY_HEADER + self._key.private_bytes_raw() + self.public_key
 
 
-def _read_private(path: Path) -> bytes:
-    """The start of a file that only its owner may read; checked on the open file, so that it cannot be swapped."""
+def read_private(path: Path, limit: int, cure: str) -> bytes:
+    """The first `limit` bytes of a key file that only its owner may read; checked on the open file, so that it cannot
+    be swapped. Raises IdentityError, with `cure` for a file that is not there."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)  # a pipe in its place must not hang us
         status = os.fstat(fd)
     except FileNotFoundError:
-        raise IdentityError(f"{path}: there is no key file; `sapo-node init` makes one") from None
+        raise IdentityError(f"{path}: there is no key file; {cure}") from None
     except OSError as error:
         raise IdentityError(f"{path}: cannot read the key file: {error.strerror}") from error
     try:
@@ -117,7 +118,7 @@ def _read_private(path: Path) -> bytes:
                 f"{path}: others on this machine may use this key (mode {stat.S_IMODE(status.st_mode):04o}); "
                 f"run: chmod 600 {path}"
             )
-        return os.read(fd, _KEY_FILE_BYTES + 1)
+        return os.read(fd, limit)
     finally:
         os.close(fd)
 
@@ -133,8 +134,9 @@ def _parse(content: bytes, path: Path) -> Ed25519PrivateKey:
     return key
 
 
-def _write_new(path: Path, content: bytes) -> None:
-    """Write a private file that must not exist yet: whole or not at all, 0600 from its first byte, durable.
+def write_private(path: Path, content: bytes) -> None:
+    """Write a private file that must not exist yet: whole or not at all, 0600 from its first byte, durable. Raises
+    IdentityError.
 
     A hard link puts the finished file in place, since it, unlike a rename, fails if the name was taken meanwhile.
     """

@@ -28,8 +28,10 @@ from sapo_node.inference.choice import Chosen, choose_engine, with_engine
 from sapo_node.inference.paired import PairedPolicy
 from sapo_node.monitor import history
 from sapo_node.monitor import log as logging_setup
+from sapo_node.monitor.counters import SwarmCounters
 from sapo_node.monitor.metrics import EvalRecord, EventRecord, Record, RoundRecord
 from sapo_node.monitor.status import REWARD_ROUNDS, NodeStatus, State, StatusFile
+from sapo_node.monitor.watch import Watch
 from sapo_node.rollouts.arrivals import Arrivals
 from sapo_node.rollouts.pool import Pool, PoolError
 from sapo_node.rollouts.sampling import Sampling
@@ -99,7 +101,11 @@ class Node:
         self._eval_seconds = 0.0
         self._saved_version = -1
         self._evaluated_version = -1
-        self._counted: dict[str, int] = {}  # the swarm's counters at the last round
+        self._watch = Watch(
+            config.tasks.eval_every,
+            began=lambda text: self._remember("alarm", text),
+            ended=lambda text: self._remember("alarm over", text),
+        )
 
     # -- life ---------------------------------------------------------------------------------------------------------
 
@@ -195,18 +201,21 @@ class Node:
         for layer in self._scorers.missing_protection:
             log.warning("a layer of the sandbox around strangers' answers is missing", layer=layer)
         self._restore_own_state()
+        await self._watch.measure(self._policy)
         self._tell_model()
         self._held = await HeldOut.prepare(config, tasks, self._scorers)
         if self._held.left_out:
             log.warning("too few held-out questions: left out of the held-out score", tasks=self._held.left_out)
         publish = self._swarm.publish if self._swarm is not None else None
-        self._sampling = Sampling(
-            config, self._identity, tasks, self._scorers, self._policy, self._pool, self._rng, publish
-        )
+        base = (config, self._identity, tasks, self._scorers)
+        sampling = Sampling(*base, self._policy, self._pool, self._rng, publish, watch=self._watch)
+        events, known = RoundEvents(recorded=self._on_round, network=dict), None
         if self._swarm is not None:
-            self._arrivals = Arrivals(config, self._identity, tasks, self._scorers, self._pool, self._swarm.book)
-        events = RoundEvents(recorded=self._on_round, network=self._network_counters)
-        self._rounds = Rounds(config, self._policy, self._sampling, self._pool, self._rng, self._stop, events)
+            self._arrivals = Arrivals(*base, self._pool, self._swarm.book, watch=self._watch)
+            events = RoundEvents(recorded=self._on_round, network=SwarmCounters(self._swarm, self._arrivals))
+            known = self._swarm.book.standing
+        loops = (config, self._policy, sampling, self._pool, self._rng, self._stop, events)
+        self._rounds = Rounds(*loops, standing=known, watch=self._watch)
         await self._pool.expire(time.time(), self._policy.version, config.training.staleness)
         return True
 
@@ -244,6 +253,7 @@ class Node:
         self._rng.setstate((version, tuple(internal), gauss))
         self._own_groups, self._external_used = extra["own_groups"], extra["external_used"]
         self._held_out_start = extra["held_out_start"]
+        self._watch.restore(extra.get("alarms"))
         self._saved_version = self._policy.version
         log.info("resumed", checkpoint=newest.name)
         self._remember("resumed", newest.name)
@@ -306,6 +316,7 @@ class Node:
             pause = min(longest, 2 * pause)
 
     async def _on_round(self, record: RoundRecord) -> None:
+        record = await self._watch.close(record, self._policy)
         self._own_groups += record.groups_drawn
         self._external_used += record.external_groups
         self._shortage = record.shortage
@@ -390,6 +401,7 @@ class Node:
             "own_groups": self._own_groups,
             "external_used": self._external_used,
             "held_out_start": self._held_out_start,
+            "alarms": self._watch.memory(),
         }
         try:
             saved = await self._policy.save(extra)
@@ -454,24 +466,9 @@ class Node:
             sync_faults=engine.sync_faults,
             model=policy.info.name if policy and policy.info else self._config.training.model,
             swarm=self._config.swarm.name if self._config.swarm.enabled else "",
+            **self._watch.status(),
         )
         self._on_disk("node.json", lambda: self._status_file.write(status))
-
-    def _network_counters(self) -> dict[str, int]:
-        """RoundRecord's fields on the swarm: levels as they are, counters since the last round."""
-        if self._swarm is None:
-            return {}
-        stats, counts = self._swarm.stats, self._arrivals.counts
-        now = {
-            "bytes_in": stats.bytes_in,
-            "bytes_out": stats.bytes_out,
-            "groups_accepted": counts["accept"],
-            "groups_ignored": counts["ignore"],
-            "groups_rejected": counts["reject"],
-        }
-        since = {name: max(0, value - self._counted.get(name, 0)) for name, value in now.items()}
-        self._counted = now
-        return {**since, "peers": self._swarm.peers}
 
     def _remember(self, event: str, text: str) -> None:
         policy = getattr(self, "_policy", None)

@@ -13,6 +13,7 @@ signature is wrong may be decoded. Inputs that broke something are printed as he
 """
 
 import argparse
+import logging
 import sys
 
 from fuzzing.run import fuzz, input_of
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--show", type=int, metavar="NUMBER", help="print an input and feed nothing")
     options = parser.parse_args()
+    logging.getLogger("sapo_node").setLevel(logging.ERROR)  # warnings about the inputs are not news here
     broken = 0
     for name in options.surface or SURFACES:
         surface = SURFACES[name]

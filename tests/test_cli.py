@@ -260,6 +260,13 @@ def test_init_says_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.search(r"Memory: +up to [\d.]+ GiB are needed; memory: [\d.]+ GiB", said)
 
 
+def test_init_says_what_becomes_public(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["init"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "others see its IP address, its peer id, and the questions and completions that it shares" in said
+    assert "Licence:" not in said, "that of the embedded model is known"
+
+
 def test_init_writes_the_settings_that_are_given(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     demo = folder_here("demo")
     assert demo is not None
@@ -269,6 +276,7 @@ def test_init_writes_the_settings_that_are_given(tmp_path: Path, capsys: pytest.
     training = config_load.load(Path("deep/er/node.yaml"), {}).config.training
     assert (training.model, training.lr, training.betas) == (str(folder), 3e-4, (0.5, 0.9))
     assert training.licence == "unknown", "the template's is that of the embedded model"
+    assert "Licence:  training.licence does not name that of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def commands(group: click.Group, prefix: str = "sapo-node") -> Iterator[tuple[st
     for name, command in sorted(group.commands.items()):
         if isinstance(command, click.Group):
             yield from commands(command, f"{prefix} {name}")
-        else:
+        if not isinstance(command, click.Group) or command.invoke_without_command:
             yield f"{prefix} {name}", command
 
 
@@ -66,7 +66,7 @@ COMMANDS = dict(commands(cli))
 
 def rows_of_commands(text: str) -> dict[str, str]:
     """Command to the whole row of its table."""
-    rows = re.findall(r"^\| `(sapo-node [a-z ]+?)(?: [\[A-Z][^`]*)?` \|(.*)$", text, re.MULTILINE)
+    rows = re.findall(r"^\| `(sapo-node [a-z -]+?)(?: [\[A-Z][^`]*)?` \|(.*)$", text, re.MULTILINE)
     return dict(rows)
 
 

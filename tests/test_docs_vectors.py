@@ -3,6 +3,7 @@
 import ast
 import asyncio
 import hashlib
+import hmac
 import inspect
 import re
 import textwrap
@@ -14,6 +15,7 @@ import pytest
 import uvloop
 import zstandard
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.ciphers.aead import ChaCha20Poly1305
 
 from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
@@ -24,6 +26,7 @@ from sapo_node.swarm import protocol, records
 from sapo_node.swarm.dht import SwarmDHT, node_id_of
 from sapo_node.swarm.hivemind_light import PeerID, dht_pb2, p2pd_pb2
 from sapo_node.swarm.p2pd import read_message
+from sapo_node.swarm.secret import Secret
 from sapo_node.tasks import reasoning_gym
 from sapo_node.tasks.base import TaskSpec, config_hash, is_eval_question, question_sha256
 from sapo_node.tasks.scoring import eval_seed
@@ -38,9 +41,9 @@ SEED = protocol.question_seed(SWARM, ME.public_key, EPOCH, NAME, config_hash(CON
 PREFIX = records.shard_prefix(ME.public_key, EPOCH, K)
 
 
-def documented() -> dict[str, str]:
-    """The lines `name = value` of the vector; further lines of a value are indented."""
-    [block] = re.findall(r"```vector\n(.*?)```", DOC, re.DOTALL)
+def documented(kind: str = "vector") -> dict[str, str]:
+    """The lines `name = value` of a vector; further lines of a value are indented."""
+    [block] = re.findall(rf"```{kind}\n(.*?)```", DOC, re.DOTALL)
     joined = re.sub(r"\n +", "", block)
     return dict(line.split(" = ", 1) for line in joined.splitlines())
 
@@ -167,6 +170,74 @@ def test_identities_are_derived_as_described() -> None:
     assert found["key_file"] == "08011240" + found["key_seed"] + found["public_key"]
     assert base58.b58encode(peer_id).decode() == found["peer_id"]
     assert hashlib.sha1(peer_id).hexdigest() == found["dht_node_id"]
+
+
+THEM = Identity(Path("none"), Ed25519PrivateKey.from_private_bytes(bytes(range(0x20, 0x40))))
+SWARM_KEY = bytes(range(0x40, 0x60))
+ASKED_AT = 1_770_000_000.0
+
+
+def private_computed() -> dict[str, str]:
+    """The vector of a private swarm by the document's words, without our code for it."""
+
+    def mac(key: bytes, data: bytes) -> bytes:
+        return hmac.digest(key, data, "sha256")
+
+    root = mac(mac(b"sapo/1/private", SWARM_KEY), SWARM.encode() + b"\x01")  # RFC 5869, one block
+
+    def key(*parts: str | bytes) -> bytes:
+        lengths = ((part if isinstance(part, bytes) else part.encode()) for part in parts)
+        info = hashlib.sha256(b"".join(len(part).to_bytes(4, "big") + part for part in lengths)).digest()
+        return mac(root, info + b"\x01")
+
+    def sealed(k: bytes, nonce: bytes, data: bytes) -> str:
+        return (nonce + ChaCha20Poly1305(k).encrypt(nonce, data, None)).hex()
+
+    def name(public: str) -> str:
+        return "/" + key("name", public)[:16].hex()
+
+    peers = (protocol.FETCH_PROTOCOL, ME.peer_id, THEM.peer_id)
+    question = bytes.fromhex(documented()["batch_content_id"])
+    dht_key = name(f"sapo/1/{SWARM}/{EPOCH}/{K}/{PREFIX}")
+    topic = f"sapo/1/{SWARM}"
+    return {
+        "root": root.hex(),
+        "hello_protocol": name("/sapo/hello"),
+        "fetch_protocol": name(protocol.FETCH_PROTOCOL),
+        "rpc_find": name("DHTProtocol.rpc_find"),
+        "topic": name(topic),
+        "private_dht_key": dht_key,
+        "private_dht_key_id": hashlib.sha1(msgspec.msgpack.encode(dht_key)).hexdigest(),
+        "rendezvous_cid": "01551220" + hashlib.sha256(name(f"sapo/1/rendezvous/{SWARM}").encode()).hexdigest(),
+        "asked_peer_id": THEM.peer_id,
+        "request": sealed(key("request", *peers), b"\x11" * 12, int(ASKED_AT * 1000).to_bytes(8, "big") + question),
+        "answer_0": sealed(key("answer", *peers, b"\x11" * 12, bytes(4)), b"\x22" * 12, b"yes"),
+        "hint": sealed(key("hint", topic, ME.peer_id), b"\x33" * 12, b"news"),
+    }
+
+
+def test_the_vector_of_a_private_swarm_follows_from_the_document() -> None:
+    assert documented("private") == private_computed()
+
+
+def test_the_code_of_a_private_swarm_opens_and_names_what_the_vector_holds() -> None:
+    found = documented("private")
+    secret = Secret([SWARM_KEY], SWARM, lambda: ASKED_AT)
+    peers = (protocol.FETCH_PROTOCOL, ME.peer_id, THEM.peer_id)
+    data, answering = secret.heed(*peers, bytes.fromhex(found["request"]))
+    assert data.hex() == documented()["batch_content_id"]
+    answering.count = 0
+    assert answering.read(bytes.fromhex(found["answer_0"])) == b"yes"
+    topic = protocol.hint_topic(SWARM)
+    assert secret.open_hint(topic, ME.peer_id, bytes.fromhex(found["hint"])) == b"news"
+    named = [protocol.HELLO_PROTOCOL, protocol.FETCH_PROTOCOL, "DHTProtocol.rpc_find", topic]
+    assert [secret.names(name) for name in named] == [
+        [found[field]] for field in ("hello_protocol", "fetch_protocol", "rpc_find", "topic")
+    ]
+    place = (SWARM, EPOCH, K, PREFIX)
+    assert [key.hex() for key in records.key_ids(secret.names, *place)] == [found["private_dht_key_id"]]
+    (rendezvous,) = secret.names(protocol.rendezvous_name(SWARM))
+    assert protocol.content_cid(rendezvous).hex() == found["rendezvous_cid"]
 
 
 def test_every_constant_of_the_protocol_has_a_row_with_its_value() -> None:

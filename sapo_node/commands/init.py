@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from sapo_node import config_load, config_yaml
+from sapo_node import config_load, config_yaml, licence
 from sapo_node.datadir import DataDir
 from sapo_node.errors import ConfigError, SapoError
 from sapo_node.identity import Identity, IdentityError
@@ -70,13 +70,14 @@ def _model_settings(model: str | None) -> list[str]:
 
 
 def _check(directory: Path, sets: Sequence[str]) -> str:
-    """Lines on engine and memory. Raises ConfigError where the settings are wrong, cannot work or do not fit."""
+    """Lines on engine, memory, licence. Raises ConfigError where the settings are wrong, cannot work or do not fit."""
     from sapo_node import fit, machine
 
     with resources.as_file(resources.files("sapo_node") / "templates" / FILE_NAME) as path:
         config = config_load.load(path, {}, sets, base=directory).config
     try:
-        return "\n".join(fit.summary(config, machine.look()))
+        note = licence.note(config)
+        return "\n".join([*fit.summary(config, machine.look()), *([f"Licence:  {note}"] if note else [])])
     except ConfigError as error:
         more = "Nothing was written. `sapo-node init --set KEY=VALUE` writes other settings into node.yaml."
         raise ConfigError([*error.problems, more]) from error
@@ -106,6 +107,7 @@ Peer id:  {peer}
 {needed}
 
 A node in a swarm is public: others see its IP address, its peer id, and the questions and completions that it shares.
+What was shared cannot be taken back. Rows of data sets stay here unless their entry says share: true.
 Set swarm.enabled: false in {file.name} to train alone, without any network.
 
 Next:

@@ -98,6 +98,7 @@ def table(data_dir: Path, running: bool, status: NodeStatus | None, now: float) 
         else "",
         "reward": f"{reward:.3f} of the groups drawn first" if reward is not None else "",
         "held-out": f"{held_out:.3f}{change}" if held_out is not None else "",
+        "alarms": status.alarms,
         "data": str(data_dir),
     }
     lines = {name: [text] if isinstance(text, str) else text for name, text in facts.items() if text}

@@ -125,6 +125,19 @@ class RoundRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="roun
     """External groups refused since the last round because no honest node sends them. Forged, malformed and
     oversized envelopes are refused before their groups are counted."""
 
+    entropy_sampled: float | None = None
+    """Mean of -log-prob (nats) over the tokens that this node sampled since the last round: an estimate of the
+    policy's entropy that needs no group with an advantage. Falling to 0 means collapse."""
+
+    any_right: float | None = None
+    """Share of the own groups since the last round with any right answer: pass@L."""
+
+    repeated: float | None = None
+    """Share of the own completions since the last round whose text an own completion before had."""
+
+    text_logprob: float | None = None
+    """Mean log-prob (nats) a token of 64 fixed texts of no task; measured in some rounds only."""
+
     trainer: dict[str, float] = {}
     """Further metrics of the trainer, by the names in docs/operations.md."""
 

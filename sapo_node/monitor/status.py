@@ -93,6 +93,24 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """Exchanges of weights that failed, or after which the engine's log-probs were not the trainer's; each was mended
     by a restart of the engine."""
 
+    alarms: list[str] = []
+    """Alarms about what the policy learns that last now, a sentence each (`alarms.py`)."""
+
+    entropy_sampled: float | None = None
+    """Newest one of this process; as in a round's record."""
+
+    any_right: float | None = None
+    """Newest one of this process; as in a round's record."""
+
+    repeated: float | None = None
+    """Newest one of this process; as in a round's record."""
+
+    text_logprob: float | None = None
+    """Newest one of this process; as in a round's record."""
+
+    text_logprob_start: float | None = None
+    """The first one of the node's life, which the drift alarm compares with."""
+
     model: str = ""
     """Name of the policy's model."""
 

@@ -1,7 +1,9 @@
 """Groups of others: from the exchange, through verification, into the pool; and how many more are wanted.
 
 A node wants a stock of usable groups a few times J, so that the sampler has a choice; when it has them it fetches
-nothing. What a batch was worth goes into its sender's score.
+nothing. Where the sampler keeps half of J for aged peers (rule `capped`) half of the stock is theirs too, as long as
+there are any: newcomers can be a hundred times as many, and would fill it before. What a batch was worth goes into its
+sender's score.
 """
 
 import asyncio
@@ -13,7 +15,9 @@ import structlog
 
 from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
+from sapo_node.monitor.watch import Unwatched, Watch
 from sapo_node.rollouts.pool import Pool
+from sapo_node.rollouts.quarantine import Quarantine
 from sapo_node.rollouts.sampling import Clock
 from sapo_node.rollouts.verify import Reason, Verified, Verifier
 from sapo_node.swarm.exchange import Exchange, Received
@@ -43,12 +47,18 @@ class Arrivals:
         pool: Pool,
         book: PeerBook,
         clock: Clock = time.time,
+        watch: Watch | None = None,
     ) -> None:
+        """`watch` sees what is accepted, and says of which tasks nothing is."""
+        self._watch = watch or Unwatched()
         self._target = STOCK_ROUNDS * config.training.external_groups
+        self._missing = self._target
+        self._licences = {licence.strip().lower() for licence in config.swarm.accept_licences}
+        self._purged: dict[str, float] = {}
         self._pool = pool
         self._book = book
         self._clock = clock
-        self._stock = 0
+        book.fair = config.training.rule == "capped"
         self._told = float("-inf")
         self.counts: Counter[str] = Counter()  # groups by outcome since the start
         self.reasons: Counter[Reason] = Counter()  # groups by reason since the start
@@ -60,12 +70,14 @@ class Arrivals:
             max_age_seconds=config.rollouts.max_age_seconds,
             judge=scorers,
             known=pool,
+            quarantine=Quarantine(book),
             max_completions=config.rollouts.completions_per_task,
+            barred=self._watch.bars,
         )
 
     def want(self) -> int:
         """Groups that this node could use beyond those it has."""
-        return max(0, self._target - self._stock)
+        return self._missing
 
     async def consume(self, exchange: Exchange) -> None:
         """Take over what the exchange receives, until cancelled."""
@@ -76,39 +88,77 @@ class Arrivals:
 
     async def _watch_stock(self) -> None:
         while True:
+            await self.purge()
             await self.count_stock()
             await asyncio.sleep(STOCK_SECONDS)
 
     async def count_stock(self) -> None:
-        """Look at the pool; `want` follows from it."""
-        candidates = await self._pool.external_candidates(self._clock())
-        self._stock = sum(informative(candidate.rewards) for candidate in candidates)
+        """Look at the pool; `want`, and from whom, follows from it."""
+        now, book = self._clock(), self._book
+        candidates = await self._pool.external_candidates(now)
+        usable = [c.producer for c in candidates if informative(c.rewards) and not self._watch.bars(c.task)]
+        if not (book.fair and book.aged_about(now)):
+            book.enough_aged = book.enough_new = False
+            self._missing = max(0, self._target - len(usable))
+            return
+        aged = sum(book.aged(producer, now) for producer in usable)
+        missing_new = max(0, self._target // 2 - (len(usable) - aged))
+        missing_aged = max(0, self._target - self._target // 2 - aged)
+        book.enough_new, book.enough_aged = not missing_new, not missing_aged
+        self._missing = missing_new + missing_aged
+
+    async def purge(self) -> None:
+        """Remove the groups of peers that the owner wants to be rid of."""
+        asked = dict(self._book.purge_until)
+        for peer_id, until in asked.items():
+            if self._purged.get(peer_id) != until:
+                groups = await self._pool.purge(peer_id, until)
+                log.info("groups of a denied peer were removed from the pool", peer=peer_id, groups=groups)
+        self._purged = asked
 
     async def take(self, received: Received) -> None:
         """Verify one batch, and put what is good of it into the pool."""
         opened, now = received.opened, self._clock()
         if not self._book.welcome(opened.batch.peer_id, now):
             return  # fetched before its sender was shunned; all of those would still cost their share of scorers
+        groups = len(opened.batch.groups)
         if await self._pool.seen([opened.content_id]):
-            self._book.ignored(received.peer_id, len(opened.batch.groups), now)
+            self._book.ignored(received.peer_id, groups, now, Reason.DUPLICATE)
+            return
+        if self._licences and opened.batch.model.licence.strip().lower() not in self._licences:
+            unjudged = Verified(
+                producer=opened.batch.peer_id,
+                content_id=opened.content_id,
+                reasons=[Reason.LICENCE] * groups,
+                groups=[],
+            )
+            await self._keep(unjudged, now)
             return
         verified = await self._verifier.verify(opened, now)
+        if self._book.may(verified.producer):  # the owner may have denied it meanwhile
+            await self._keep(verified, now)
+
+    async def _keep(self, verified: Verified, now: float) -> None:
         await self._pool.add_external(verified.producer, verified.content_id, verified.groups, now)
-        await self.count_stock()
+        self._watch.external(verified.groups)
         self._judge_sender(verified, now)
+        await self.count_stock()
 
     def _judge_sender(self, verified: Verified, now: float) -> None:
         self.reasons.update(verified.reasons)
-        counts = verified.counts
+        for task in verified.quarantined:
+            log.warning("others' groups of a task are left aside for a while: trusted peers ask otherwise", task=task)
+        counts, sender = verified.counts, verified.producer
         for outcome, groups in counts.items():
             self.counts[outcome] += groups
         if counts["accept"]:
-            self._book.accepted(verified.producer, counts["accept"], verified.usable, now)
-        if counts["ignore"]:
-            self._book.ignored(verified.producer, counts["ignore"], now)
+            self._book.accepted(sender, counts["accept"], verified.usable, now)
+        for reason, groups in Counter(verified.reasons).items():
+            if reason.outcome == "ignore":
+                self._book.ignored(sender, groups, now, reason)
         if counts["reject"]:
-            self._book.rejected(verified.producer, now)
+            why = sorted({reason.value for reason in verified.reasons if reason.outcome == "reject"})
+            self._book.rejected(sender, now, why[0])
             if now - self._told > TELL_EVERY_SECONDS:
                 self._told = now
-                why = sorted({reason.value for reason in verified.reasons if reason.outcome == "reject"})
-                log.warning("a peer sent groups that no honest node sends", peer=verified.producer, reasons=why)
+                log.warning("a peer sent groups that no honest node sends", peer=sender, reasons=why)

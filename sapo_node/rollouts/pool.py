@@ -18,6 +18,7 @@ Losing the file costs little: the groups are a cache, and sequence counters star
 replaced silently, because the use counts would be forgotten with it.
 """
 
+import math
 import sqlite3
 import time
 from array import array
@@ -57,6 +58,7 @@ class NewGroup(Struct, frozen=True, kw_only=True):
     sampled_at: float  # seconds since 1970
     policy_version: int
     first_drawn: bool = True  # False for own groups drawn to fill a shortage or to replace others
+    truth: bytes = b""  # `Judged.truth`; the pool does not keep it
 
 
 class PoolStats(Struct, frozen=True, kw_only=True):
@@ -235,10 +237,11 @@ class Pool:
         self._expired += gone
         return gone
 
-    async def purge(self, peer: str) -> int:
-        """Forget a peer's groups, for good: their coordinates stay known. Returns the number of groups."""
-        sql = "DELETE FROM groups WHERE origin = 'external' AND producer = ?"
-        return await self._writer.ask(lambda db: db.execute(sql, (peer,)).rowcount)
+    async def purge(self, peer: str, until: float = math.inf) -> int:
+        """Forget a peer's groups that were received by `until`, for good: their coordinates stay known. Returns the
+        number of groups."""
+        sql = "DELETE FROM groups WHERE origin = 'external' AND producer = ? AND received_at <= ?"
+        return await self._writer.ask(lambda db: db.execute(sql, (peer, until)).rowcount)
 
     async def stats(self) -> PoolStats:
         """What the pool holds now."""

@@ -17,6 +17,7 @@ from msgspec import Struct
 from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
 from sapo_node.inference.base import InferenceEngine, Sampled, SampledBatch, SamplingParams
+from sapo_node.monitor.watch import Unwatched, Watch
 from sapo_node.rollouts.pool import NewGroup, Pool
 from sapo_node.rollouts.schema import Completion, Group, TaskRef
 from sapo_node.swarm.protocol import epoch_of, question_seed
@@ -74,8 +75,10 @@ class Sampling:
         rng: random.Random,
         publish: Publish | None,
         clock: Clock = time.time,
+        watch: Watch | None = None,
     ) -> None:
-        """`publish` is None for a node without a swarm. `clock` tells seconds since 1970: questions follow from it."""
+        """`publish` is None for a node without a swarm. `clock` tells seconds since 1970: questions follow from it.
+        `watch` sees every group, and says whether they may be shared."""
         self._config = config
         self._identity = identity
         self._mixture = mixture
@@ -85,6 +88,7 @@ class Sampling:
         self._rng = rng
         self._publish = publish
         self._clock = clock
+        self._watch = watch or Unwatched()
 
     async def draw(self, first: int, extra: int) -> SampledGroups:
         """Draw and sample `first` groups that count as first-drawn, and `extra` ones that fill a shortage.
@@ -105,18 +109,19 @@ class Sampling:
         )
         kept = [i for i, one in enumerate(judged) if one is not None]
         drawn, first, batch = _only(kept, drawn, first, batch)
-        rewards = [one.rewards for one in judged if one is not None]
+        verdicts = [one for one in judged if one is not None]
         groups = [
-            _pool_group(one, group, reward, sampled_at, batch, first_drawn=index < first)
-            for index, (one, group, reward) in enumerate(zip(drawn, batch.groups, rewards, strict=True))
+            _pool_group(one, group, verdict, sampled_at, batch, first_drawn=index < first)
+            for index, (one, group, verdict) in enumerate(zip(drawn, batch.groups, verdicts, strict=True))
         ]
         if self._engine.restarts != line:  # while it was judged; from here on the pool's own order forgets it
             raise LostVersion(f"a batch of version {batch.policy_version} is of steps that were lost; it is dropped")
         ids = await self._pool.add_local(self._identity.peer_id, groups, sampled_at)
+        self._watch.own(groups)
         published = await self._share(drawn, first, batch, sampled_at)
         return SampledGroups(
             ids=ids,
-            rewards_first_drawn=[fmean(reward) for reward in rewards[:first]],
+            rewards_first_drawn=[fmean(verdict.rewards) for verdict in verdicts[:first]],
             tokens=sum(len(one.token_ids) for group in batch.groups for one in group),
             seconds=batch.seconds,
             published=published,
@@ -179,7 +184,7 @@ class Sampling:
 
     async def _share(self, drawn: list[Drawn], first: int, batch: SampledBatch, sampled_at: float) -> int:
         """Publish S of the groups that were drawn first, or all that was drawn where S is not set; how many."""
-        if self._publish is None:
+        if self._publish is None or not self._watch.shares:
             return 0
         wanted = self._config.rollouts.shared_per_round
         shareable = [i for i, one in enumerate(drawn) if one.entry.share and (wanted is None or i < first)]
@@ -233,7 +238,7 @@ def _ref(spec: TaskSpec, epoch: int, index: int) -> TaskRef:
 
 
 def _pool_group(
-    one: Drawn, group: list[Sampled], rewards: list[float], sampled_at: float, batch: SampledBatch, *, first_drawn: bool
+    one: Drawn, group: list[Sampled], verdict: Judged, sampled_at: float, batch: SampledBatch, *, first_drawn: bool
 ) -> NewGroup:
     completions = [
         TrainCompletion(
@@ -250,10 +255,11 @@ def _pool_group(
         question=one.question.text,
         question_sha256=one.question.sha256,
         completions=completions,
-        rewards=rewards,
+        rewards=verdict.rewards,
         sampled_at=sampled_at,
         policy_version=oldest(group, batch),
         first_drawn=first_drawn,
+        truth=verdict.truth,
     )
 
 

@@ -14,7 +14,7 @@ a scorer is the last one of its batch. Otherwise a few kilobytes of answers that
 
 import asyncio
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Final, Literal, Protocol
 
@@ -22,7 +22,8 @@ from msgspec import Struct
 
 from sapo_node.rollouts.codec import Opened
 from sapo_node.rollouts.pool import NewGroup, drawn_at
-from sapo_node.rollouts.schema import Group, TaskRef
+from sapo_node.rollouts.quarantine import Quarantine
+from sapo_node.rollouts.schema import Batch, Group, TaskRef
 from sapo_node.swarm.protocol import MAX_COMPLETIONS, MAX_EPOCHS_AHEAD, epoch_of, question_seed
 from sapo_node.tasks import catalog, verifiers
 from sapo_node.tasks.base import Judged, TaskRefused, TaskSpec, config_hash, is_eval_question
@@ -53,6 +54,9 @@ class Reason(StrEnum):
     STALE = "stale"
     SKEWED = "from the future"
     EVALUATION = "evaluation question"
+    LICENCE = "licence not accepted"  # of the sender's model, by this node's owner
+    ALARM = "reward hack alarm"  # of the task, while it lasts: `monitor/alarms.py`
+    QUARANTINE = "task in quarantine"  # trusted peers compute other questions than this node: `quarantine.py`
     DUPLICATE = "duplicate"
     BESIDE_REJECTED = "beside a rejected group"
     NOT_GENERATED = "question could not be generated"
@@ -105,6 +109,7 @@ class Verified(Struct, frozen=True, kw_only=True):
     content_id: bytes
     reasons: list[Reason]  # one a group, in the batch's order
     groups: list[NewGroup]  # the accepted ones, for `Pool.add_external`
+    quarantined: list[str] = []  # tasks whose quarantine this batch began
 
     @property
     def outcome(self) -> Outcome:
@@ -136,16 +141,20 @@ class Verifier:
         max_age_seconds: float,
         judge: Judge,
         known: Known,
+        quarantine: Quarantine | None = None,
         batch_seconds: float = BATCH_SECONDS,
         max_completions: int = MAX_COMPLETIONS,
+        barred: Callable[[str], bool] = lambda task: False,
     ) -> None:
         """`max_completions` of a group are judged and kept, the first ones: a larger group than this node's own costs
-        more and would weigh more."""
+        more and would weigh more. Without a `quarantine` no task is ever switched off by what peers say; groups of
+        tasks that are `barred` are ignored."""
         self._swarm, self._public_key = swarm, public_key
         self._max_age = max_age_seconds
-        self._judge, self._known = judge, known
+        self._judge, self._known, self._quarantine = judge, known, quarantine
         self._batch_seconds = batch_seconds
         self._max_completions = max_completions
+        self._barred = barred
         mixed = {entry.spec.name for entry in mixture.entries if entry.rows is None}
         self._generated = set(catalog.OFFERED) if accept == "offered" else mixed
         self._datasets = {(e.spec.name, e.spec.version): e for e in mixture.entries if e.rows is not None}
@@ -183,12 +192,26 @@ class Verifier:
         if Reason.COSTLY in reasons:
             accepted = []
             reasons = [Reason.BESIDE_REJECTED if reason is Reason.ACCEPTED else reason for reason in reasons]
+        settled = [reason or Reason.LATE for reason in reasons]
         return Verified(
             producer=batch.peer_id,
             content_id=opened.content_id,
-            reasons=[reason or Reason.LATE for reason in reasons],
+            reasons=settled,
             groups=accepted,
+            quarantined=self._compared(batch, settled, now),
         )
+
+    def _compared(self, batch: Batch, reasons: list[Reason], now: float) -> list[str]:
+        """Tell the quarantine with whom this node agrees; returns the tasks that it switches off for that."""
+        began: list[str] = []
+        for group, reason in zip(batch.groups, reasons, strict=True):
+            if self._quarantine is None or group.task.source == "dataset":
+                continue  # rows differ with the file, and its digest is their version
+            if reason is Reason.ACCEPTED:
+                self._quarantine.agreed(group.task.name, batch.peer_id, now)
+            elif reason is Reason.OTHER_QUESTION and self._quarantine.disagreed(group.task.name, batch.peer_id, now):
+                began.append(group.task.name)
+        return began
 
     def _first_look(self, opened: Opened, group: Group, now: float) -> Reason | None:
         """Everything that needs no scorer, the cheapest first; None if the group is worth judging."""
@@ -205,6 +228,10 @@ class Verifier:
             return Reason.STALE
         if is_eval_question(group.question_sha256):  # the claim is enough: a false one fails against ours later
             return Reason.EVALUATION
+        if self._barred(task.name):
+            return Reason.ALARM
+        if self._quarantine and self._quarantine.bars(task.name, opened.batch.peer_id, now):
+            return Reason.QUARANTINE
         return None
 
     def _unacceptable(self, task: TaskRef) -> Reason | None:
@@ -249,6 +276,7 @@ class Verifier:
             sampled_at=group.sampled_at,
             policy_version=group.policy_version,
             first_drawn=False,
+            truth=judged.truth,
         )
 
     async def _score(self, task: TaskRef, seed: int, texts: list[str]) -> Judged:

@@ -30,6 +30,7 @@ from sapo_node.swarm.hello import Greeter, Verdict
 from sapo_node.swarm.p2p import LeadsInside, Network
 from sapo_node.swarm.p2pd import NetworkError
 from sapo_node.swarm.peers import Found, PeerBook
+from sapo_node.swarm.secret import FRESH_SECONDS
 
 log = logging.getLogger(__name__)
 
@@ -73,12 +74,19 @@ class Result(StrEnum):
     OTHER_SWARM = "other swarm"
     OTHER_VERSION = "other wire version"
     NOT_A_NODE = "not a node"
+    NO_MEMBER = "not a member"
     ITSELF = "this node itself"
     LEADS_INSIDE = "leads inside"
     NOT_TRIED = "not tried"  # p2pd itself pauses after failures, up to five minutes
 
 
-WRONG_PLACE: Final = (Result.OTHER_SWARM, Result.OTHER_VERSION, Result.NOT_A_NODE, Result.LEADS_INSIDE)
+WRONG_PLACE: Final = (
+    Result.OTHER_SWARM,
+    Result.OTHER_VERSION,
+    Result.NOT_A_NODE,
+    Result.NO_MEMBER,
+    Result.LEADS_INSIDE,
+)
 """Nobody of use is there: asking again soon would change nothing."""
 
 STRANGE: Final = (Found.DNS, Found.RENDEZVOUS, Found.CACHED)
@@ -297,7 +305,7 @@ class Bootstrap:
             return explain_failure(address, str(error))
         if verdict is Verdict.MEMBER:
             self._book.reached(peer_id, address.rpartition("/p2p/")[0], time.time(), candidate.found)
-        return explain_greeting(address, verdict, self._greeter.version_of(peer_id))
+        return explain_greeting(address, verdict, self._greeter.version_of(peer_id), self._network.private)
 
     async def _enter_dht(self, peer_ids: list[str]) -> None:
         async with self._entering:  # one newcomer's walk through the shards at a time
@@ -307,8 +315,9 @@ class Bootstrap:
                 log.debug("joining the DHT failed: %s", error)
 
 
-def explain_greeting(address: str, verdict: Verdict, version: int) -> Outcome:
-    """What a greeting means for the owner of the node; `version` is the wire version that the other speaks."""
+def explain_greeting(address: str, verdict: Verdict, version: int, private: bool) -> Outcome:
+    """What a greeting means for the owner of the node; `version` is the wire version that the other speaks, `private`
+    whether this node's swarm has a key."""
     if verdict is Verdict.MEMBER:
         return Outcome(address, Result.CONNECTED, f"connected to {address}")
     if verdict is Verdict.OTHER_SWARM:
@@ -325,8 +334,29 @@ def explain_greeting(address: str, verdict: Verdict, version: int) -> Outcome:
         )
         return Outcome(address, Result.OTHER_VERSION, message)
     if verdict is Verdict.STRANGER:
-        message = f"{address} answers, but is no sapo-node. Ask its owner for the address of a node of this swarm."
+        message = (
+            f"{address} answers, but is no sapo-node, or one of a private swarm (then this node needs its "
+            "swarm.secret_file). Ask its owner for the address of a node of this swarm."
+        )
         return Outcome(address, Result.NOT_A_NODE, message)
+    if verdict is Verdict.KEYLESS:
+        message = (
+            f"{address} answers, but not as a member of this private swarm: its key (swarm.secret_file) or swarm.name "
+            "differs, or it is no sapo-node. Compare both with its owner's."
+        )
+        return Outcome(address, Result.NO_MEMBER, message)
+    if verdict is Verdict.PUBLIC_SWARM:
+        message = (
+            f"{address} is a node of a swarm without a key, and this node's is private. Give it this swarm's "
+            "swarm.secret_file, or take the address of a node that has it."
+        )
+        return Outcome(address, Result.OTHER_SWARM, message)
+    if private:
+        message = (
+            f"{address} has this swarm's key but does not take this node's proof: their clocks differ by more than "
+            f"{FRESH_SECONDS:g} s (compare `date -u` on both machines), or it hangs. It is tried again in a while."
+        )
+        return Outcome(address, Result.UNREACHABLE, message)
     message = f"{address} takes connections but says nothing (no greeting): it hangs. It is tried again in a while."
     return Outcome(address, Result.UNREACHABLE, message)
 

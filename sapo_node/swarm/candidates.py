@@ -17,7 +17,7 @@ from typing import Final
 from sapo_node.config import SwarmSection
 from sapo_node.config_addresses import check_peer_address
 from sapo_node.swarm import dnsaddr
-from sapo_node.swarm.addresses import in_turn, reach
+from sapo_node.swarm.addresses import in_turn, peer_id_of, reach
 from sapo_node.swarm.dnsaddr import Lookup, LookupFailed
 from sapo_node.swarm.peers import Found, PeerBook
 
@@ -61,7 +61,9 @@ class Candidates:
         self._book = book
         self._tell = tell
         self._lookup = lookup
-        self._public = public_peers(settings.name) if settings.public_peers else []
+        # The list is for public swarms; those of a private one's name are others.
+        listed = settings.public_peers and settings.secret_file is None
+        self._public = public_peers(settings.name) if listed else []
         self._file: list[str] = []
         self._resolved: dict[str, list[str]] = {}
         self._told: dict[str, str] = {}
@@ -86,7 +88,13 @@ class Candidates:
         found += [Candidate(a, Found.CACHED) for a in cached]
         first: dict[str, Candidate] = {}
         for candidate in found:
-            first.setdefault(candidate.address, candidate)
+            if self._book.may(peer_id_of(candidate.address)):
+                first.setdefault(candidate.address, candidate)
+                self._told.pop(candidate.address, None)
+            elif candidate.found in (Found.INITIAL, Found.FILE):
+                self._tell_once(
+                    candidate.address, f"{candidate.address} is not dialled: its peer is denied, or not allowed."
+                )
         return list(first.values())
 
     def _cached(self) -> list[str]:

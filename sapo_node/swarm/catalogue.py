@@ -1,10 +1,10 @@
 """What the swarm offers, as far as this node knows, and what to fetch next. No I/O; times are passed in.
 
 Policy. A round needs J groups, not everybody's batches, so offers are sampled: a peer is drawn uniformly among those
-with something unseen (a loud peer is drawn no more often than a quiet one), and of its unseen batches the newest, as
-fresh groups are worth most. At most one fetch runs from a peer. A fetch that fails makes its peer wait, twice as long
-each time; a batch that failed MAX_ATTEMPTS times is given up. What was fetched, given up or refused counts as *seen*
-and is not offered again.
+with something unseen (a loud peer is drawn no more often than a quiet one, and peers that have one share together no
+more often than one), and of its unseen batches the newest, as fresh groups are worth most. At most one fetch runs from
+a peer. A fetch that fails makes its peer wait, twice as long each time; a batch that failed MAX_ATTEMPTS times is given
+up. What was fetched, given up or refused counts as *seen* and is not offered again.
 """
 
 import random
@@ -58,13 +58,20 @@ class Catalogue:
     """Announcements of others, one a peer, and the record of what was seen."""
 
     def __init__(
-        self, own_peer_id: str, max_age_seconds: float, welcome: Callable[[str, float], bool], rng: random.Random
+        self,
+        own_peer_id: str,
+        max_age_seconds: float,
+        welcome: Callable[[str, float], bool],
+        rng: random.Random,
+        share: Callable[[str], str] = str,
     ) -> None:
-        """`welcome(peer_id, now)` tells whether to talk to a peer at all."""
+        """`welcome(peer_id, now)` tells whether to fetch from a peer at all; peers with the same `share` are drawn as
+        one."""
         self._own = own_peer_id
         self._max_age = max_age_seconds
         self._welcome = welcome
         self._rng = rng
+        self._share = share
         self._offers: OrderedDict[str, _Offer] = OrderedDict()
         self._busy: set[str] = set()  # outlives a forgotten offer: still one fetch a peer when it comes back
         self._seen: OrderedDict[tuple[str, bytes], None] = OrderedDict()
@@ -96,13 +103,13 @@ class Catalogue:
     def take(self, now: float) -> Wanted | None:
         """Choose what to fetch next and mark its peer busy; None if there is nothing. Report back by one of
         `fetched`, `failed`."""
-        choices = []
+        choices: dict[str, list[tuple[str, _Offer, list[Listing]]]] = {}
         for peer_id, offer in self._offers.items():
             if self._free(peer_id, offer, now) and (unseen := self._unseen(peer_id, now)):
-                choices.append((peer_id, offer, unseen))
+                choices.setdefault(self._share(peer_id), []).append((peer_id, offer, unseen))
         if not choices:
             return None
-        peer_id, offer, unseen = self._rng.choice(choices)
+        peer_id, offer, unseen = self._rng.choice(self._rng.choice(list(choices.values())))
         listing = max(unseen, key=lambda b: b.created_at)
         self._busy.add(peer_id)
         via = offer.via[listing.content_id]

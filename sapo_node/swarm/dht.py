@@ -37,7 +37,7 @@ from sapo_node.swarm.records import (
     RecordValidator,
     Refused,
     ShardSchedule,
-    key_id,
+    key_ids,
     record_key,
     shard_prefix,
 )
@@ -128,15 +128,15 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
         cls, network: Network, records: RecordStore, validator: RecordValidator, *, serve: bool
     ) -> "RecordProtocol":
         """The protocol on a network's p2pd. `serve`: answer others' calls and be found by them."""
-        node_id = node_id_of(network.p2p.peer_id)
+        node_id = node_id_of(network.calls.peer_id)
         self: RecordProtocol = await cls.create(
-            network.p2p, node_id, NEIGHBOURS, 5, REPLICAS, RPC_SECONDS, client_mode=True
+            network.calls, node_id, NEIGHBOURS, 5, REPLICAS, RPC_SECONDS, client_mode=True
         )
         self.network, self.records, self.validator, self._tasks = network, records, validator, set()
         if serve:  # only now: what the handlers use is there
             self.client_mode = False
             self.node_info = dht_pb2.NodeInfo(node_id=node_id.to_bytes())
-            await self.add_p2p_handlers(network.p2p)
+            await self.add_p2p_handlers(self.p2p)
         return self
 
     @classmethod
@@ -311,7 +311,7 @@ class SwarmDHT:
 
         `store_for_others=False` only asks and announces, for nodes that cannot be reached.
         """
-        records, validator = RecordStore(network.public_key, now), RecordValidator(swarm, now)
+        records, validator = RecordStore(network.public_key, now), RecordValidator(swarm, now, network.names)
         starting = RecordProtocol.start(network, records, validator, serve=store_for_others)
         protocol = await network.guard("start the DHT", starting, OPERATION_SECONDS)
         self = cls(network, swarm, protocol, ShardSchedule(forced_k))
@@ -360,7 +360,7 @@ class SwarmDHT:
         True if another node holds it now; alone, if this node does. The announcement's `seq`, or with the same `seq`
         the expiry, must be higher than before. Raises ValueError for an announcement that nobody would take.
         """
-        key = key_id(self._swarm, epoch, k, prefix)
+        key = key_ids(self._network.names, self._swarm, epoch, k, prefix)[0]
         try:
             record = self._protocol.validator.validate(key, self._network.public_key, envelope, expires_at)
         except Refused as refusal:
@@ -387,10 +387,17 @@ class SwarmDHT:
 
     async def _read(self, shards: Sequence[tuple[int, int, int]]) -> list[list[bytes]]:
         """The announcements in each of several shards, found in one search."""
-        keys = [DHTID.from_bytes(key_id(self._swarm, *shard)) for shard in shards]
-        found = {key: {r.public_key: r for r in self._protocol.records.get(key.to_bytes())} for key in keys}
+        keys = [list(map(DHTID.from_bytes, key_ids(self._network.names, self._swarm, *shard))) for shard in shards]
+        found: dict[Any, dict[bytes, Record]] = {
+            key: {r.public_key: r for r in self._protocol.records.get(key.to_bytes())}
+            for these in keys
+            for key in these
+        }
         await self._network.guard("read the DHT", self._search(found), OPERATION_SECONDS)
-        return [[record.envelope for record in found[key].values()] for key in keys]
+        for first, *others in keys:  # others: while a private swarm changes its key
+            for other in others:
+                _merge(found[first], found[other].values())
+        return [[record.envelope for record in found[first].values()] for first, *_ in keys]
 
     async def _search(self, found: dict[Any, dict[bytes, Record]]) -> list[Any]:
         """Ask the nodes nearest to each key of `found`, nearer and nearer ones, and add the records they hold.

@@ -133,7 +133,7 @@ class Exchange:
         self._rng = rng if rng is not None else random.Random()
         self._shelf = Shelf(max_age_seconds)
         self._server = FetchServer(self._shelf, self._welcome_now, self._count_served)
-        self._catalogue = Catalogue(identity.peer_id, max_age_seconds, self.book.welcome, self._rng)
+        self._catalogue = Catalogue(identity.peer_id, max_age_seconds, self.book.wanted, self._rng, self.book.lot)
         self._announcing = AnnouncePlan(self._rng)
         self._heard: OrderedDict[bytes, None] = OrderedDict()
         self._hint_rate = RateLimit()

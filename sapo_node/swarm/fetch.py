@@ -21,8 +21,9 @@ from typing import Final
 from sapo_node.rollouts.codec import HEADER_BYTES, Envelope, Rejected, content_id_of
 from sapo_node.rollouts.schema import Listing
 from sapo_node.swarm import protocol
+from sapo_node.swarm.secret import FRAME_BYTES
 
-CHUNK: Final = 64 * 1024
+CHUNK: Final = FRAME_BYTES
 
 REQUEST_SECONDS: Final = 5.0
 """For 32 bytes to arrive, and for 5 of the answer: a round trip with much to spare."""

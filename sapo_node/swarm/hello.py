@@ -3,7 +3,8 @@
 A stream of HELLO_PROTOCOL carries 38 bytes each way (`protocol.greeting`): the wire versions that a node reads and a
 digest of its swarm's name. Whoever joins by an address greets first and enters the DHT only with a node of its own
 swarm and version. So a wrong address is told by name, instead of a swarm in which nothing is ever heard; and nodes of
-two swarms do not mix their DHTs.
+two swarms do not mix their DHTs. In a private swarm the network derives the protocol's name and seals the greetings, so
+only members have anything to compare.
 """
 
 import asyncio
@@ -14,6 +15,7 @@ from typing import Final
 from sapo_node.swarm import protocol
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError
+from sapo_node.swarm.sealed import PrivateNetwork
 
 HELLO_SECONDS: Final = 5.0
 """For 38 bytes each way: a round trip with much to spare."""
@@ -31,6 +33,8 @@ class Verdict(StrEnum):
     OTHER_SWARM = "other swarm"
     OTHER_VERSION = "other wire version"
     STRANGER = "no node"
+    KEYLESS = "no member"
+    PUBLIC_SWARM = "public swarm"
     SILENT = "silent"
 
 
@@ -86,7 +90,7 @@ class Greeter:
             reader, writer = await self._network.open_stream(peer_id, protocol.HELLO_PROTOCOL)
         except NetworkError as error:
             if "protocols not supported" in str(error):  # p2pd's words when the peer does not know this one
-                return Verdict.STRANGER
+                return await self._judge_stranger(peer_id)
             raise
         try:
             async with asyncio.timeout(HELLO_SECONDS):
@@ -98,6 +102,13 @@ class Greeter:
         finally:
             writer.close()
         return self._note(peer_id, theirs)
+
+    async def _judge_stranger(self, peer_id: str) -> Verdict:
+        """What a peer is that does not know this swarm's greeting."""
+        if not isinstance(self._network, PrivateNetwork):
+            return Verdict.STRANGER
+        public = await self._network.has_openly(peer_id, protocol.HELLO_PROTOCOL)
+        return Verdict.PUBLIC_SWARM if public else Verdict.KEYLESS
 
     def _note(self, peer_id: str, theirs: bytes) -> Verdict:
         verdict = judge(self._own, theirs)

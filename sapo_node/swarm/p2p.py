@@ -89,8 +89,10 @@ class Network:
     """One p2pd and this node's place in the network. `await Network.start(...)`, and `close()` in the end.
 
     `peer_id` and `public_key` are this node's; `p2p` is hivemind's handle for the DHT; peers in `denied` get no answer
-    on streams, gossip or DHT, peers in `foreign` (of another swarm) none in the DHT.
+    on streams, gossip or DHT, peers in `foreign` (of another swarm) none in the DHT. `private` swarms: `sealed.py`.
     """
+
+    private = False
 
     def __init__(self, identity: Identity, daemon: Daemon) -> None:
         self.peer_id = identity.peer_id
@@ -98,6 +100,7 @@ class Network:
         self.p2p: Any = None
         self.denied: set[str] = set()
         self.foreign: set[str] = set()
+        self.reached: Callable[[str, str], object] = lambda peer_id, far_end: None  # told of each stream opened
         self.daemon = daemon
         self._streams_path = daemon.folder / "streams.sock"
         self._handlers: dict[str, StreamHandler] = {}
@@ -225,6 +228,15 @@ class Network:
             reason = self._dead.result() if self._dead.done() else " ".join(str(error).split()) or type(error).__name__
             raise NetworkError(f"{what}: {reason}") from error
 
+    def names(self, name: str) -> list[str]:
+        """What stands on the wire for a protocol, topic or DHT key; this node itself uses the first."""
+        return [name]
+
+    @property
+    def calls(self) -> Any:
+        """By which the DHT calls and is called."""
+        return self.p2p
+
     # Asking p2pd
 
     async def _ask(self, what: str, seconds: float, **fields: Any) -> Any:
@@ -350,7 +362,10 @@ class Network:
                 peer=peer_bytes(peer_id), proto=[protocol], timeout=int(DIAL_SECONDS)
             ),
         )
-        _, reader, writer = await self.guard(what, exchange(self.daemon.control_path, request), DIAL_SECONDS + 1)
+        opening = exchange(self.daemon.control_path, request)
+        response, reader, writer = await self.guard(what, opening, DIAL_SECONDS + 1)
+        for far_end in _addresses([response.streamInfo.addr]):
+            self.reached(peer_id, far_end)
         return reader, writer
 
     async def serve_stream(self, protocol: str, handler: StreamHandler) -> None:
@@ -426,29 +441,32 @@ class Network:
         request = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.PUBLISH, topic=topic, data=data)
         await self._ask(f"publish to {topic}", CALL_SECONDS, type=p2pd_pb2.Request.PUBSUB, pubsub=request)
 
-    async def subscribe(self, topic: str) -> AsyncGenerator[tuple[str, bytes], None]:
-        """Hints of others on `topic`, as (sender's peer id, data). Signed by the sender and checked by p2pd.
+    async def subscribe(self, *topics: str) -> AsyncGenerator[tuple[str, bytes], None]:
+        """Hints of others on `topics`, as (sender's peer id, data). Signed by the sender and checked by p2pd.
 
         At most `MAX_QUEUED_HINTS` wait; then the oldest is dropped. Raises `NetworkError` when p2pd is gone.
         """
-        what = f"subscribe to {topic}"
-        request = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.SUBSCRIBE, topic=topic)
-        opening = exchange(self.daemon.control_path, p2pd_pb2.Request(type=p2pd_pb2.Request.PUBSUB, pubsub=request))
-        _, reader, writer = await self.guard(what, opening, CALL_SECONDS)
+        what = f"subscribe to {' and '.join(topics)}"
         waiting: deque[tuple[str, bytes]] = deque(maxlen=MAX_QUEUED_HINTS)
         arrived = asyncio.Event()
-        pump = asyncio.create_task(self._pump(reader, waiting, arrived))
+        pumps: dict[asyncio.Task[str], asyncio.StreamWriter] = {}
         try:
+            for topic in topics:
+                request = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.SUBSCRIBE, topic=topic)
+                message = p2pd_pb2.Request(type=p2pd_pb2.Request.PUBSUB, pubsub=request)
+                _, reader, writer = await self.guard(what, exchange(self.daemon.control_path, message), CALL_SECONDS)
+                pumps[asyncio.create_task(self._pump(reader, waiting, arrived))] = writer
             while True:
                 while waiting:
                     yield waiting.popleft()
                 arrived.clear()
-                if pump.done():
-                    raise NetworkError(f"{what}: {pump.result()}")
+                for ended in filter(asyncio.Task.done, pumps):
+                    raise NetworkError(f"{what}: {ended.result()}")
                 await arrived.wait()
         finally:
-            pump.cancel()
-            writer.close()
+            for pump, writer in pumps.items():
+                pump.cancel()
+                writer.close()
 
     async def _pump(
         self, reader: asyncio.StreamReader, waiting: deque[tuple[str, bytes]], arrived: asyncio.Event

@@ -8,10 +8,18 @@ nothing served to it) from the moment its score falls to SHUN_AT until it has de
 What is no peer's fault (a duplicate, a stale batch, a question that another library version asks differently) leaves
 the score alone and is only counted. Being unreachable is no fault either; `catalogue.py` backs off from such peers.
 
-Everything here is computed from the times passed in; only `load_peers` and `save_peers` touch the disk.
+The owner's word comes before any score, and of his words a denial before an allowance: `deny` and `allow` are the
+settings', `denied` is what was said by command (`denials.py`).
+
+A peer is *aged* when its accepted groups lie a day apart: identities are free, a day of work is not. Under the rule
+`capped` of the sampler half of J comes from aged peers; `standing` tells who is, and for whose share a peer counts.
+
+Everything here is computed from the times passed in (`Unwelcome` alone asks for the time); only `load_peers` and
+`save_peers` touch the disk.
 """
 
 import math
+import time
 from collections.abc import Collection, Iterable
 from enum import StrEnum
 from pathlib import Path
@@ -22,6 +30,7 @@ from msgspec import Struct
 
 from sapo_node import durable
 from sapo_node.swarm.addresses import is_multiaddr
+from sapo_node.swarm.sources import RELAY, network_of
 
 HALF_LIFE_SECONDS: Final = 1800.0
 """Time in which a score moves half-way back to 0: long against a round, short against a day."""
@@ -45,8 +54,29 @@ MAX_PEERS: Final = 4096
 
 MAX_SAVED: Final = 256
 MAX_SAVED_ADDRESSES: Final = 8
-MAX_FILE_BYTES: Final = 1 << 20
-"""Bounds of peers.json: enough to find a living peer after a long pause."""
+MAX_FILE_BYTES: Final = 2 << 20
+"""Bounds of peers.json: enough to find a living peer after a long pause. A full record has at most 5 kB."""
+
+MAX_SAVED_AGED: Final = 128
+MAX_SAVED_BLAMED: Final = 64
+"""Places in it for aged peers, and for shunned and denied ones, before all others: a crowd of new ids must not make a
+node forget whom it knows."""
+
+AGED_SECONDS: Final = 24 * 3600.0
+"""Between the first and the newest accepted group of an aged peer."""
+
+ABOUT_SECONDS: Final = 300.0
+"""A peer seen within this time may still have groups to give: none is trained on that is older."""
+
+FEW_RELAYS: Final = 3
+"""With fewer relays than this, who is behind one counts by himself: in a young swarm nearly everybody may be."""
+
+MAX_REASONS: Final = 40
+OTHER: Final = "other"
+"""Reasons counted for a peer; there are fewer, so this only bounds what a file may hold."""
+
+
+BY_SETTINGS: Final = "the settings"
 
 
 class Found(StrEnum):
@@ -62,6 +92,14 @@ class Found(StrEnum):
     INBOUND = "it dialled us"
 
 
+class Tally(Struct, kw_only=True):
+    """What a peer did for one reason, in groups or batches, and what it earned or cost."""
+
+    count: int = 0
+    points: float = 0.0  # as of `last`; they decay like the score, which is their bounded sum
+    last: float = 0.0
+
+
 class PeerRecord(Struct, kw_only=True):
     """One peer as this node knows it. Times in seconds since 1970."""
 
@@ -73,23 +111,41 @@ class PeerRecord(Struct, kw_only=True):
     usable: int = 0
     ignored: int = 0
     rejected: int = 0
+    reasons: dict[str, Tally] = msgspec.field(default_factory=dict)
+    first_accepted: float = 0.0  # 0 for never, or not since it was shunned
+    last_accepted: float = 0.0
     first_seen: float = 0.0
     last_seen: float = 0.0
     addresses: list[str] = msgspec.field(default_factory=list)  # multiaddrs without /p2p, newest first
     found: str = ""  # a `Found`: how this peer was first met since the start; empty for one of an earlier run
     connected: bool = False  # when this was written
+    reached_at: str = ""  # the far end of the connection over which it was last asked for something, a multiaddr
+    denied: str = ""  # by what, when this was written; the settings only: commands have their own file
+
+    @property
+    def history_seconds(self) -> float:
+        """Time between its first and its newest accepted group."""
+        return max(0.0, self.last_accepted - self.first_accepted) if self.first_accepted else 0.0
 
 
 class PeerBook:
-    """Bounded table of peers with scores. Sets `allow` (if not empty: only these) and `deny` are the owner's word."""
+    """Bounded table of peers with scores. Sets `allow` (if not empty: only these) and `deny` are the owner's settings,
+    `denied` his commands. `enough_aged` and `enough_new` say which peers' groups are not wanted now."""
 
     def __init__(
         self, *, allow: Iterable[str] = (), deny: Iterable[str] = (), known: Iterable[PeerRecord] = ()
     ) -> None:
         self.allow = frozenset(allow)
         self.deny = frozenset(deny)
-        fresh = {"found": "", "connected": False}
+        self.denied: frozenset[str] = frozenset()
+        self.purge_until: dict[str, float] = {}  # groups of these, received by then, are to leave the pool
+        self.fair = False  # whether the sampler's rule tells shares and aged peers apart
+        self.enough_aged = self.enough_new = False
+        fresh: dict[str, object] = {"found": "", "connected": False, "denied": ""}
         self._peers = {record.peer_id: msgspec.structs.replace(record, **fresh) for record in known}
+        times = (at for r in self._peers.values() for at in (r.last_seen, r.scored_at, r.last_accepted))
+        self._latest = max(times, default=0.0)  # of all times ever passed in
+        self._relays: set[str] | None = None  # networks of relays in use; None: to be counted
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -133,40 +189,99 @@ class PeerBook:
         ways = [record.found for record in self._peers.values() if record.connected]
         return {way: ways.count(way) for way in Found if way in ways}
 
+    def came_from(self, peer_id: str, address: str) -> None:
+        """This peer, if it is known, was reached over a connection whose far end is `address`, as p2pd tells it."""
+        record = self._peers.get(peer_id)
+        if record is not None and address != record.reached_at:
+            record.reached_at, self._relays = address, None
+
     def accepted(self, peer_id: str, groups: int, usable: int, now: float) -> None:
         """`groups` of this peer were verified, `usable` of them with an advantage to learn from."""
-        record = self._add(peer_id, ACCEPTED * groups + USABLE * usable, now)
+        record = self._add(peer_id, "accepted", groups, ACCEPTED * groups, now)
+        if usable:
+            self._add(peer_id, "usable", usable, USABLE * usable, now)
         record.accepted += groups
         record.usable += usable
+        if not record.first_accepted:  # by a clock that was set back nobody's history may begin earlier
+            record.first_accepted = self._latest
+        record.last_accepted = max(record.last_accepted, now)
 
-    def ignored(self, peer_id: str, groups: int, now: float) -> None:
+    def ignored(self, peer_id: str, groups: int, now: float, reason: str = OTHER) -> None:
         """`groups` of this peer were of no use here, through nobody's fault."""
-        self._record(peer_id, now).ignored += groups
+        record = self._record(peer_id, now)
+        record.ignored += groups
+        _count(record, f"ignored: {reason}", groups, 0.0, now)
 
-    def rejected(self, peer_id: str, now: float) -> None:
+    def rejected(self, peer_id: str, now: float, reason: str = "not what was announced") -> None:
         """This peer sent, under its own key or over its own stream, what no honest node sends."""
-        record = self._add(peer_id, REJECTED, now)
+        record = self._add(peer_id, f"rejected: {reason}", 1, REJECTED, now)
         record.rejected += 1
-        record.shunned = record.shunned or record.score <= SHUN_AT
+        if record.score <= SHUN_AT:
+            record.shunned = True
+            record.first_accepted = record.last_accepted = 0.0  # trust is to be earned anew
 
     def score(self, peer_id: str, now: float) -> float:
         """Between MIN_SCORE and MAX_SCORE; 0 for strangers."""
         record = self._peers.get(peer_id)
-        return 0.0 if record is None else _decayed(record, now)
+        return 0.0 if record is None else decayed(record.score, record.scored_at, now)
+
+    def may(self, peer_id: str) -> bool:
+        """Whether the owner lets this node talk to a peer."""
+        return peer_id not in self.denied and self._may_by_settings(peer_id)
+
+    def _may_by_settings(self, peer_id: str) -> bool:
+        return peer_id not in self.deny and (not self.allow or peer_id in self.allow)
 
     def welcome(self, peer_id: str, now: float) -> bool:
         """Whether to talk to this peer at all."""
-        if peer_id in self.deny or (self.allow and peer_id not in self.allow):
+        if not self.may(peer_id):
             return False
         record = self._peers.get(peer_id)
         if record is None or not record.shunned:
             return True
-        record.shunned = _decayed(record, now) <= FORGIVE_AT
+        record.shunned = decayed(record.score, record.scored_at, now) <= FORGIVE_AT
         return not record.shunned
 
-    def unwelcome(self, now: float) -> set[str]:
-        """Ids of those not to talk to, as far as they are known: where `allow` is set, strangers are unwelcome too."""
-        return {*self.deny, *(peer_id for peer_id in self._peers if not self.welcome(peer_id, now))}
+    def wanted(self, peer_id: str, now: float) -> bool:
+        """Whether to fetch from this peer now."""
+        enough = self.enough_aged if self.aged(peer_id, now) else self.enough_new
+        return not enough and self.welcome(peer_id, now)
+
+    def aged(self, peer_id: str, now: float) -> bool:
+        """Whether this peer's accepted groups lie a day apart. What a clock ahead of its time accepted counts later."""
+        record = self._peers.get(peer_id)
+        return record is not None and _is_aged(record, now)
+
+    def aged_about(self, now: float) -> bool:
+        """Whether there is an aged peer that may have groups to give."""
+        return any(
+            _is_aged(record, now) and self.welcome(record.peer_id, now)
+            for record in self._peers.values()
+            if record.connected or now - max(record.last_seen, record.last_accepted) <= ABOUT_SECONDS
+        )
+
+    def share(self, peer_id: str) -> str:
+        """What a peer counts for: its network, the relay that it shares with others where there are several, or
+        itself."""
+        record = self._peers.get(peer_id)
+        network = network_of(record.reached_at) if record is not None else ""
+        if network.startswith(RELAY) and len(self._relays_in_use()) < FEW_RELAYS:
+            return peer_id
+        return network or peer_id
+
+    def lot(self, peer_id: str) -> str:
+        """What is drawn when the next fetch is chosen: a share under `fair`, else a peer."""
+        return self.share(peer_id) if self.fair else peer_id
+
+    def standing(self, peer_id: str, now: float) -> tuple[str, bool]:
+        """Its share and whether it is aged: what the sampler asks about a producer."""
+        return self.share(peer_id), self.aged(peer_id, now)
+
+    def _relays_in_use(self) -> set[str]:
+        if self._relays is None:
+            networks = (network_of(record.reached_at) for record in self._peers.values() if record.reached_at)
+            self._relays = {network for network in networks if network.startswith(RELAY)}
+        return self._relays
 
     def get(self, peer_id: str) -> PeerRecord | None:
         return self._peers.get(peer_id)
@@ -177,17 +292,27 @@ class PeerBook:
         return sorted(useful, key=lambda r: r.last_seen, reverse=True)[:limit]
 
     def to_save(self, now: float) -> list[PeerRecord]:
-        """The connected ones, with or without an address, and then the `best`; at most MAX_SAVED."""
-        connected = [r for r in self._peers.values() if r.connected]
-        return [*connected, *(r for r in self.best(now) if not r.connected)][:MAX_SAVED]
+        """At most MAX_SAVED: aged peers and those to avoid in their places, the connected ones, with or without an
+        address, and then the `best`."""
+        records = list(self._peers.values())
+        for record in records:
+            record.denied = "" if self._may_by_settings(record.peer_id) else BY_SETTINGS
+        aged = sorted((r for r in records if _is_aged(r, now)), key=lambda r: r.last_accepted, reverse=True)
+        told = self.deny | self.denied
+        blamed = [r for r in records if r.peer_id in told or not self.welcome(r.peer_id, now)]
+        blamed.sort(key=lambda r: (r.peer_id not in told, not r.shunned, -r.last_seen))
+        chosen = [*aged[:MAX_SAVED_AGED], *blamed[:MAX_SAVED_BLAMED], *(r for r in records if r.connected)]
+        return list({r.peer_id: r for r in [*chosen, *self.best(now)]}.values())[:MAX_SAVED]
 
-    def _add(self, peer_id: str, change: float, now: float) -> PeerRecord:
+    def _add(self, peer_id: str, reason: str, count: int, change: float, now: float) -> PeerRecord:
         record = self._record(peer_id, now)
-        record.score = min(MAX_SCORE, max(MIN_SCORE, _decayed(record, now) + change))
+        _count(record, reason, count, change, now)
+        record.score = min(MAX_SCORE, max(MIN_SCORE, decayed(record.score, record.scored_at, now) + change))
         record.scored_at = now
         return record
 
     def _record(self, peer_id: str, now: float) -> PeerRecord:
+        self._latest = max(self._latest, now)
         record = self._peers.get(peer_id)
         if record is None:
             if len(self._peers) >= MAX_PEERS:
@@ -197,15 +322,52 @@ class PeerBook:
         return record
 
     def _forget_the_least_telling(self, now: float) -> None:
-        """Make room: a tenth of the table goes, scores nearest to 0 first (a fresh record would read the same)."""
-        order = sorted(self._peers.values(), key=lambda r: (abs(_decayed(r, now)), r.last_seen))
-        for record in order[: max(1, MAX_PEERS // 10)]:
+        """Make room: a tenth of the table goes. Aged peers stay longest, then those that were accepted or are shunned;
+        of equals those go first whose score is nearest to 0 (a fresh record would read the same)."""
+
+        def worth(record: PeerRecord) -> tuple[bool, bool, float, float]:
+            opinion = record.shunned or record.first_accepted > 0.0
+            score = decayed(record.score, record.scored_at, now)
+            return _is_aged(record, now), opinion, abs(score), record.last_seen
+
+        for record in sorted(self._peers.values(), key=worth)[: max(1, MAX_PEERS // 10)]:
             del self._peers[record.peer_id]
+        self._relays = None
 
 
-def _decayed(record: PeerRecord, now: float) -> float:
-    # A clock that was set back must not make scores grow.
-    return record.score * math.exp2(-max(0.0, now - record.scored_at) / HALF_LIFE_SECONDS)
+class Unwelcome(set[str]):
+    """The peers that get no answer, for the network to ask whether one is among them. It holds no ids: it is the book's
+    present opinion, and where only some are allowed every stranger is in it."""
+
+    def __init__(self, book: PeerBook) -> None:
+        """Follows `book`."""
+        super().__init__()
+        self._book = book
+
+    def __contains__(self, peer_id: object) -> bool:
+        return isinstance(peer_id, str) and not self._book.welcome(peer_id, time.time())
+
+
+def decayed(points: float, since: float, now: float) -> float:
+    """What is left of `points` that were counted at `since`. A clock that was set back must not make them grow."""
+    return points * math.exp2(-max(0.0, now - since) / HALF_LIFE_SECONDS)
+
+
+def forgiven_at(record: PeerRecord) -> float:
+    """When a shunned peer's score will have decayed to FORGIVE_AT, in seconds since 1970, if nothing comes to it."""
+    return record.scored_at + HALF_LIFE_SECONDS * math.log2(max(1.0, record.score / FORGIVE_AT))
+
+
+def _is_aged(record: PeerRecord, now: float) -> bool:
+    return record.first_accepted > 0.0 and min(now, record.last_accepted) - record.first_accepted >= AGED_SECONDS
+
+
+def _count(record: PeerRecord, reason: str, count: int, points: float, now: float) -> None:
+    key = reason if reason in record.reasons or len(record.reasons) < MAX_REASONS else OTHER
+    tally = record.reasons.setdefault(key, Tally())
+    tally.count += count
+    tally.points = decayed(tally.points, tally.last, now) + points
+    tally.last = now
 
 
 class _PeersFile(Struct, kw_only=True):
@@ -233,4 +395,6 @@ def load_peers(path: Path) -> tuple[list[PeerRecord], str | None]:
         return [], f"{path}: the peers of earlier runs are not used: {error}. The file will be written anew."
     for record in content.peers:
         record.addresses = [address for address in record.addresses if is_multiaddr(address)][:MAX_SAVED_ADDRESSES]
+        record.reached_at = record.reached_at if is_multiaddr(record.reached_at) else ""
+        record.reasons = dict(list(record.reasons.items())[:MAX_REASONS])
     return content.peers[:MAX_SAVED], None

@@ -116,7 +116,11 @@ def greeting(swarm: str, oldest: int = PROTO, newest: int = PROTO) -> bytes:
     return MAGIC + bytes([oldest, newest]) + digest(b"sapo/hello", swarm.encode())
 
 
-def rendezvous_cid(swarm: str) -> bytes:
-    """The content id under which the nodes of a swarm meet in the public DHT of libp2p: CIDv1, raw, sha2-256, 36 bytes.
-    Another value: nodes do not meet there."""
-    return bytes.fromhex("01551220") + hashlib.sha256(b"sapo/1/rendezvous/" + swarm.encode()).digest()
+def rendezvous_name(swarm: str) -> str:
+    """What the nodes of a swarm provide in the public DHT of libp2p. Another value: nodes do not meet there."""
+    return f"sapo/1/rendezvous/{swarm}"
+
+
+def content_cid(name: str) -> bytes:
+    """The content id of a name in the public DHT of libp2p: CIDv1, raw, sha2-256, 36 bytes."""
+    return bytes.fromhex("01551220") + hashlib.sha256(name.encode()).digest()

@@ -31,15 +31,30 @@ _MEMO_ENTRIES: Final = 4096
 _SWEEP_SECONDS: Final = 5.0
 
 
+Names = Callable[[str], Sequence[str]]
+"""What stands on the wire for a name: itself, or what is derived from the keys of a private swarm."""
+
+
+def _as_it_is(name: str) -> Sequence[str]:
+    return [name]
+
+
 def record_key(swarm: str, epoch: int, k: int, prefix: int) -> str:
     """The DHT key of a shard."""
     return f"sapo/1/{swarm}/{epoch}/{k}/{prefix}"
 
 
 def key_id(swarm: str, epoch: int, k: int, prefix: int) -> bytes:
-    """The 20 bytes by which the DHT knows that key: sha1 over its msgpack form, as hivemind computes it."""
-    packed = msgspec.msgpack.encode(record_key(swarm, epoch, k, prefix))
-    return hashlib.sha1(packed, usedforsecurity=False).digest()
+    """The 20 bytes by which the DHT of a public swarm knows that key."""
+    (only,) = key_ids(_as_it_is, swarm, epoch, k, prefix)
+    return only
+
+
+def key_ids(names: Names, swarm: str, epoch: int, k: int, prefix: int) -> list[bytes]:
+    """The 20 bytes by which the DHT knows that key, for each of the names that stand for it on the wire: sha1 over the
+    msgpack form, as hivemind computes it."""
+    packed = map(msgspec.msgpack.encode, names(record_key(swarm, epoch, k, prefix)))
+    return [hashlib.sha1(one, usedforsecurity=False).digest() for one in packed]
 
 
 def shard_prefix(public_key: bytes, epoch: int, k: int) -> int:
@@ -74,9 +89,10 @@ class Record:
 class RecordValidator:
     """Decides which records are valid in a swarm. Signatures already looked at are remembered by digest."""
 
-    def __init__(self, swarm: str, now: Callable[[], float] = time.time) -> None:
+    def __init__(self, swarm: str, now: Callable[[], float] = time.time, names: Names = _as_it_is) -> None:
         self.swarm = swarm
         self.now = now
+        self._names = names
         self._memo: dict[bytes, Announcement | str] = {}
 
     def validate(self, key: bytes, public_key: bytes, envelope: bytes, expires_at: float) -> Record:
@@ -117,7 +133,7 @@ class RecordValidator:
             raise Refused("the record's shard is out of range")
         if a.prefix != shard_prefix(public_key, a.epoch, a.k):
             raise Refused("the record is not in its signer's shard")
-        if key_id(self.swarm, a.epoch, a.k, a.prefix) != key:
+        if key not in key_ids(self._names, self.swarm, a.epoch, a.k, a.prefix):
             raise Refused("the record was made for another place")
         return a
 

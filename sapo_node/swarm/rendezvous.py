@@ -21,7 +21,7 @@ from sapo_node.swarm.bootstrap import Attempts, Result
 from sapo_node.swarm.dnsaddr import Lookup, LookupFailed
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError
-from sapo_node.swarm.protocol import rendezvous_cid
+from sapo_node.swarm.protocol import content_cid, rendezvous_name
 
 log = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Rendezvous:
         /p2p/<peer id>; `lonely` tells whether the node knows nobody of its swarm."""
         self.provided = 0
         self._network = network
-        self._cid = rendezvous_cid(swarm)
+        self._cids = [content_cid(name) for name in network.names(rendezvous_name(swarm))]
         self._entrances = list(entrances)
         self._met = met
         self._lonely = lonely
@@ -168,7 +168,7 @@ class Rendezvous:
         if not self._schedule.provide_due(time.monotonic()):
             return
         try:
-            await self._network.provide(self._cid, CALL_SECONDS)
+            await self._network.provide(self._cids[0], CALL_SECONDS)
             self.provided += 1
             well = True
         except NetworkError as error:
@@ -179,11 +179,12 @@ class Rendezvous:
     async def _find(self, lonely: bool) -> None:
         if not self._schedule.find_due(time.monotonic()):
             return
-        try:
-            found = await self._network.find_providers(self._cid, MAX_FOUND, CALL_SECONDS)
-        except NetworkError as error:
-            log.debug("searching at the rendezvous failed: %s", error)
-            found = []
+        found: list[tuple[str, list[str]]] = []
+        for cid in self._cids:
+            try:
+                found += await self._network.find_providers(cid, MAX_FOUND, CALL_SECONDS)
+            except NetworkError as error:
+                log.debug("searching at the rendezvous failed: %s", error)
         self._schedule.searched(time.monotonic(), lonely)
         if found:
             nearest_last = ((peer, sorted(given, key=reach)[:MAX_ADDRESSES_EACH]) for peer, given in found)

@@ -12,6 +12,7 @@ from typing import Any, Final, Literal
 
 import structlog
 
+from sapo_node import licence
 from sapo_node.config import NodeConfig
 from sapo_node.datadir import DataDir
 from sapo_node.errors import SapoError
@@ -21,6 +22,7 @@ from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.schema import Batch, Group, ModelCard
 from sapo_node.swarm.bootstrap import Bootstrap, JoinState, Outcome, Result
 from sapo_node.swarm.candidates import Candidates, public_peers
+from sapo_node.swarm.denials import DenialsUnreadable, Watch
 from sapo_node.swarm.dht import SwarmDHT
 from sapo_node.swarm.discovery import RECORD_SECONDS, REWRITE_SECONDS
 from sapo_node.swarm.exchange import Exchange, ExchangeStats
@@ -28,9 +30,11 @@ from sapo_node.swarm.hello import Greeter
 from sapo_node.swarm.outbox import Outbox
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError, PortInUse, check_port_is_free
-from sapo_node.swarm.peers import PeerBook, load_peers, save_peers
+from sapo_node.swarm.peers import PeerBook, Unwelcome, load_peers, save_peers
 from sapo_node.swarm.protocol import PROTO
 from sapo_node.swarm.rendezvous import Rendezvous
+from sapo_node.swarm.sealed import start_network
+from sapo_node.swarm.secret import Secret
 
 log = structlog.get_logger(__name__)
 
@@ -39,7 +43,7 @@ LONGEST_PAUSE_SECONDS: Final = 60.0
 SAVE_PEERS_SECONDS: Final = 10.0  # `sapo-node peers` reads what is saved
 SAVE_NEWS_SECONDS: Final = 2.0  # once others are connected than before
 MAX_UNREACHED: Final = 8
-DENY_SECONDS: Final = 1.0  # between two looks at who is unwelcome
+DENY_SECONDS: Final = 1.0  # between two looks at whom the owner denied
 PUBLISH_SECONDS: Final = 0.05  # between two looks at what waits to leave
 ADDRESS_SECONDS: Final = 2.0  # between two looks at our own addresses: a router may give us new ones
 
@@ -51,13 +55,18 @@ class SwarmService:
     """The swarm as the node sees it: `run` or `serve` keeps it up, `publish` offers groups, the rest says how it is."""
 
     def __init__(self, config: NodeConfig, identity: Identity, data: DataDir) -> None:
+        """Raises SapoError for a file with the swarm's key that cannot be used."""
+        file = config.swarm.secret_file
+        self._secret = Secret.load(file, config.swarm.name) if file is not None else None
         self._config = config
         self._identity = identity
         self._data = data
+        self._denials = Watch(data.denied)
         known, told = load_peers(data.peers)
         if told:
             log.warning(told)
-        self.book = PeerBook(known=known)
+        self.book = PeerBook(allow=config.swarm.allow, deny=config.swarm.deny, known=known)
+        self._obey()
         self.addresses: list[str] = []
         self.stats = ExchangeStats()
         self.connections = 0
@@ -72,7 +81,8 @@ class SwarmService:
         if self._exchange is None:
             return 0
         since = time.time() - RECORD_SECONDS
-        heard = [(at >= since, self.book.there(peer_id, at)) for peer_id, at in self._exchange.heard().items()]
+        announced = {peer_id: at for peer_id, at in self._exchange.heard().items() if self.book.may(peer_id)}
+        heard = [(at >= since, self.book.there(peer_id, at)) for peer_id, at in announced.items()]
         return sum(recent if there is None else there for recent, there in heard)
 
     @property
@@ -129,9 +139,13 @@ class SwarmService:
             pause = min(LONGEST_PAUSE_SECONDS, 2 * pause)
 
     def _tell_ways(self, role: Role) -> None:
-        """Say what the owner should know about the ways to join that are set."""
+        """Say what the owner should know about the ways to join that are set, and about what he shares."""
         settings = self._config.swarm
-        if role == "trainer" and settings.public_peers and not public_peers(settings.name):
+        if role == "trainer" and (note := licence.note(self._config)):
+            log.warning(note)
+        if self._secret is not None:
+            log.info("this swarm is private: its members are who has its key", keys=self._secret.keys)
+        elif role == "trainer" and settings.public_peers and not public_peers(settings.name):
             log.info(
                 f"nobody runs a public bootstrap peer for swarm {settings.name} yet; "
                 "`sapo-node bootstrap` hosts one (docs/operations.md)"
@@ -139,7 +153,7 @@ class SwarmService:
         if settings.rendezvous:
             log.warning(
                 "swarm.rendezvous is on: this node's IP address and peer id are published in the public IPFS DHT, for "
-                "anyone who knows the swarm's name"
+                + ("anyone who knows the swarm's name" if self._secret is None else "anyone who looks around there")
             )
 
     async def _connection(
@@ -147,7 +161,8 @@ class SwarmService:
     ) -> None:
         """One life of the network; `work` starts what this role does with the exchange."""
         settings = self._config.swarm
-        network = await Network.start(
+        network = await start_network(
+            self._secret,
             self._identity,
             work_dir=self._data.path / "run",
             listen=settings.listen,
@@ -159,6 +174,8 @@ class SwarmService:
         )
         dht: SwarmDHT | None = None
         try:
+            network.denied = Unwelcome(self.book)
+            network.reached = lambda peer_id, far_end: self.book.came_from(peer_id, far_end)
             await self._tell_addresses(network)
             dht = await SwarmDHT.start(network, settings.name, store_for_others=settings.store_for_others)
             greeter = Greeter(network, settings.name)
@@ -183,7 +200,7 @@ class SwarmService:
             self._ways = lambda: [*candidates.faults, *bootstrap.unreached]
             async with asyncio.TaskGroup() as group:
                 group.create_task(self._end_with_p2pd(network), name="p2pd")
-                group.create_task(self._deny_unwelcome(network), name="deny")
+                group.create_task(self._follow_denials(network), name="denials")
                 group.create_task(candidates.run(), name="candidates")
                 group.create_task(bootstrap.run(), name="bootstrap")
                 group.create_task(exchange.run(), name="exchange")
@@ -214,11 +231,31 @@ class SwarmService:
     async def _end_with_p2pd(self, network: Network) -> None:
         raise NetworkError(await network.wait_dead())
 
-    async def _deny_unwelcome(self, network: Network) -> None:
-        """Keep whom the network answers in step with the peer book."""
+    async def _follow_denials(self, network: Network) -> None:
+        """Hear the owner's commands; who is newly denied loses its connections, and what runs over them."""
         while True:
-            network.denied = self.book.unwelcome(time.time())
+            try:
+                lost = self._obey() if self._denials.changed() else frozenset()
+            except DenialsUnreadable as error:
+                log.error("what was said by `sapo-node peers deny` and `allow` before holds on", reason=str(error))
+                lost = frozenset()
+            try:
+                for peer_id in lost & set(await network.peers()) if lost else ():
+                    await network.disconnect(peer_id)
+            except NetworkError as error:  # they get nothing over these connections either
+                log.debug("a denied peer was not disconnected: %s", error)
             await asyncio.sleep(DENY_SECONDS)
+
+    def _obey(self) -> frozenset[str]:
+        """Take over what the owner said by command; the peers that were not denied before."""
+        words, before = self._denials.words, self.book.denied
+        self.book.denied = frozenset(peer_id for peer_id, word in words.items() if word.denied)
+        self.book.purge_until = {peer_id: word.purge_until for peer_id, word in words.items() if word.purge}
+        if new := self.book.denied - before:
+            log.info("denied by command", peers=sorted(new))
+        if back := before - self.book.denied:
+            log.info("no longer denied by command", peers=sorted(back))
+        return new
 
     async def _publish_loop(self, exchange: Exchange, pool: Pool, card: ModelCard) -> None:
         while True:

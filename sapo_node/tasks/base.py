@@ -19,6 +19,8 @@ Source = Literal["reasoning_gym", "dataset"]
 # draws, shares or trains on it. Another value and nodes would train on each other's evaluation questions.
 EVAL_FIRST_BYTE = 26
 
+DIGEST_BYTES = 16  # of an answer's digest: answers are compared within one task, by this node alone
+
 MAX_EVAL_QUESTIONS = 100  # a task; the list is fixed, so more would only make evaluation slower
 MIN_EVAL_QUESTIONS = 30  # a task with fewer distinct held-out questions is left out of `eval`: too noisy to report
 
@@ -42,7 +44,7 @@ class TaskSpec(Struct, frozen=True, kw_only=True):
 
 
 class Question(Struct, frozen=True, kw_only=True):
-    """A regenerated question. The truth stays in the sandbox."""
+    """A regenerated question. The truth stays in the sandbox; only a digest of it comes out (`Judged`)."""
 
     text: str
     sha256: bytes
@@ -53,6 +55,7 @@ class Judged(Struct, frozen=True, kw_only=True):
 
     question: Question
     rewards: list[float]
+    truth: bytes = b""  # `answer_digest` of the question's own true answer; empty: unknown
 
 
 def config_hash(config: Mapping[str, ConfigValue]) -> bytes:
@@ -79,3 +82,8 @@ def extract_answer(completion: str) -> str:
     end = completion.rfind("</answer>")
     start = completion.rfind("<answer>", 0, end) if end >= 0 else -1
     return completion[start + len("<answer>") : end].strip() if start >= 0 else completion.strip()
+
+
+def answer_digest(answer: str) -> bytes:
+    """DIGEST_BYTES bytes; equal for answers that differ in capitals and white space only."""
+    return hashlib.sha256("".join(answer.casefold().split()).encode(errors="replace")).digest()[:DIGEST_BYTES]

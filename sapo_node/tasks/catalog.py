@@ -232,7 +232,7 @@ OFFERED: Final[dict[str, Task]] = {
     "complex_arithmetic": _task(
         _span("real", (-10, 10), -1000, 1000, strict=True), _span("imag", (-10, 10), -1000, 1000, strict=True)
     ),
-    "count_bits": _span("n", (1, 2**31 - 1), 1, 2**62),
+    "count_bits": _span("n", (1, 2**31 - 1), 1, 2**53 - 1),  # the wire carries no larger numbers
     "count_primes": _span("n", (1, 10_000), 1, 100_000),
     "countdown": _task(
         _span("numbers", (4, 6), 2, 6),

@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 from msgspec import Struct
 
 from sapo_node import workers
-from sapo_node.tasks.base import TaskRefused, TaskSpec, extract_answer
+from sapo_node.tasks.base import TaskRefused, TaskSpec, answer_digest, extract_answer
 from sapo_node.tasks.catalog import validate_spec
 from sapo_node.tasks.sandbox import Protection, enter
 from sapo_node.tasks.verifiers import VERIFIERS, Verifier
@@ -57,10 +57,11 @@ class DrawRequest(Struct, frozen=True, kw_only=True):
 
 
 class Drawn(Struct, frozen=True, kw_only=True):
-    """A question's text, or why there is none."""
+    """A question's text, or why there is none; and `answer_digest` of a generated question's truth."""
 
     text: str | None = None
     refused: str = ""
+    truth: bytes = b""
 
 
 class DrawReply(Struct, frozen=True, kw_only=True):
@@ -180,7 +181,8 @@ def _generate(wanted: Draw, seconds: float) -> tuple[Callable[[str], float] | No
         return None, Drawn(refused=str(error)), None
     except TooMuch as error:
         return None, Drawn(refused=error.fault.text), error.fault
-    return (lambda text: gym.reward(dataset, spec.name, made, text)), Drawn(text=made["question"]), None
+    drawn = Drawn(text=made["question"], truth=answer_digest(made["answer"]))
+    return (lambda text: gym.reward(dataset, spec.name, made, text)), drawn, None
 
 
 def _judge(grade: Callable[[str], float], drawn: Drawn, texts: list[str], seconds: float) -> JudgeReply:

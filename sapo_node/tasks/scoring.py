@@ -19,10 +19,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 
+import msgspec
 from msgspec import Struct
 
 from sapo_node.swarm.protocol import digest
-from sapo_node.tasks.base import Judged, Question, TaskRefused, TaskSpec, is_eval_question, question_sha256
+from sapo_node.tasks.base import (
+    DIGEST_BYTES,
+    Judged,
+    Question,
+    TaskRefused,
+    TaskSpec,
+    answer_digest,
+    is_eval_question,
+    question_sha256,
+)
 from sapo_node.tasks.catalog import validate_spec
 from sapo_node.tasks.sandbox import Protection
 from sapo_node.tasks.scorer_worker import (
@@ -85,6 +95,10 @@ class CostlyGroup(WorkerError):
     """An answer or the question of a strict job ran out of time or memory by its own doing, or lost two workers."""
 
 
+class Nonsense(WorkerError):
+    """A worker's reply does not fit what it was asked. Answers run in there: one may have taken it over."""
+
+
 class _Slot(Struct, eq=False):
     worker: Worker
     fresh: bool = False  # False: (re)start it before the next use
@@ -144,7 +158,7 @@ class ScorerPool:
         """Many questions in few calls, in the order of `wanted`; where there is none, the reason in its place."""
 
         async def ask(part: list[Draw]) -> _Part[Question | TaskRefused]:
-            reply = await self._call("draw", DrawRequest(draws=part, seconds=self._seconds), DrawReply)
+            reply = await self._call("draw", DrawRequest(draws=part, seconds=self._seconds), DrawReply, len(part))
             return _Part([_question(drawn) for drawn in reply.drawn], reply.fault)
 
         draws = [Draw(spec, seed) for spec, seed in wanted]
@@ -157,13 +171,14 @@ class ScorerPool:
         group's own, and another WorkerError at one that may be this machine's.
         """
         known: Question | None = None
+        truth = b""
 
         async def ask(part: list[str]) -> _Part[float]:
-            nonlocal known
+            nonlocal known, truth
             request = JudgeRequest(
                 draw=Draw(spec, seed), texts=part, seconds=self._answer_seconds(strict), draw_seconds=self._seconds
             )
-            reply = await self._call("judge", request, JudgeReply, strict)
+            reply = await self._call("judge", request, JudgeReply, len(part), strict)
             found = _question(reply.drawn)
             if isinstance(found, TaskRefused):
                 if reply.fault:
@@ -171,11 +186,11 @@ class ScorerPool:
                     if strict and reply.fault.costly:
                         raise CostlyGroup(reply.fault.text)
                 raise found
-            known = found
+            known, truth = found, reply.drawn.truth
             return _Part(reply.rewards, reply.fault)
 
         rewards = await self._in_parts(texts, ask, lambda: 0.0, strict)
-        return Judged(question=known or await self.question(spec, seed), rewards=rewards)
+        return Judged(question=known or await self.question(spec, seed), rewards=rewards, truth=truth)
 
     async def judge_row(
         self, question: str, answer: str, verifier: Verifier, texts: list[str], *, strict: bool = False
@@ -185,11 +200,12 @@ class ScorerPool:
         async def ask(part: list[str]) -> _Part[float]:
             seconds = self._answer_seconds(strict)
             request = RowRequest(truth=answer, verifier=verifier, texts=part, seconds=seconds)
-            reply = await self._call("judge_row", request, JudgeReply, strict)
+            reply = await self._call("judge_row", request, JudgeReply, len(part), strict)
             return _Part(reply.rewards, reply.fault)
 
         rewards = await self._in_parts(texts, ask, lambda: 0.0, strict)
-        return Judged(question=Question(text=question, sha256=question_sha256(question)), rewards=rewards)
+        asked = Question(text=question, sha256=question_sha256(question))
+        return Judged(question=asked, rewards=rewards, truth=answer_digest(answer))
 
     async def eval_questions(self, spec: TaskSpec, want: int) -> list[tuple[int, Question]]:
         """Up to `want` distinct evaluation questions of a task with their seeds: the same list on every node.
@@ -255,12 +271,17 @@ class ScorerPool:
         self.faults += 1
         self.last_fault = fault
 
-    async def _call(self, method: str, request: Struct, result: type[Reply], strict: bool = False) -> Reply:
+    async def _call(self, method: str, request: Struct, result: type[Reply], asked: int, strict: bool = False) -> Reply:
         async with self._strict_turn if strict else contextlib.nullcontext(), self._borrowed() as slot:
             slot.fresh = False  # unless it answers well: a call that fails or is cancelled leaves it in any state
             # To generate, the call's time, and an answer begun at its end.
             deadline = self._seconds + 2 * self._answer_seconds(strict) + GRACE_SECONDS
-            reply = await slot.worker.call(method, request, result, deadline=deadline)
+            try:
+                reply = await slot.worker.call(method, request, result, deadline=deadline)
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                reply = None
+            if reply is None or not _fits(reply, asked):
+                raise Nonsense(f"{slot.worker.name} gave a reply to {method!r} that does not fit what it was asked")
             slot.fresh = reply.fault is None
             return reply
 
@@ -294,6 +315,16 @@ def eval_seed(spec: TaskSpec, i: int) -> int:
     """The i-th seed (31 bits) looked at for evaluation questions of a task; the same on every node."""
     parts = (spec.name.encode(), spec.config_hash, i.to_bytes(4, "big"))
     return int.from_bytes(digest(b"sapo/1/eval", *parts)[:4], "big") & 0x7FFFFFFF
+
+
+def _fits(reply: DrawReply | JudgeReply, asked: int) -> bool:
+    """Whether a reply holds results for a beginning of the items asked for, none only where there is no question."""
+    if isinstance(reply, DrawReply):
+        return 1 <= len(reply.drawn) <= asked
+    if len(reply.drawn.truth) not in (0, DIGEST_BYTES):
+        return False
+    least = 0 if reply.drawn.text is None and reply.drawn.refused else min(1, asked)
+    return least <= len(reply.rewards) <= asked and set(reply.rewards) <= {0.0, 1.0}
 
 
 def _question(drawn: Drawn) -> Question | TaskRefused:

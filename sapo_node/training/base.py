@@ -57,6 +57,14 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     weight_bytes: int = 0
 
 
+class TextScore(Struct, frozen=True, kw_only=True):
+    """How likely the fixed texts of `training/drift.py` are to the policy."""
+
+    mean_logprob: float  # nats a token; 0 where the tokenizer leaves nothing to predict
+    chance: float  # the same if all tokens were equally likely
+    tokens: int
+
+
 class LoadRequest(Struct, frozen=True, kw_only=True):
     """Asks the policy worker for a model. Sections are plain values, as `Section.model_dump(mode="json")` gives."""
 

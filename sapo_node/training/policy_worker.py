@@ -23,8 +23,10 @@ from sapo_node.training.base import (
     ShareRequest,
     StepRequest,
     StepResult,
+    TextScore,
     Weights,
 )
+from sapo_node.training.drift import score_texts
 from sapo_node.training.policy import choose_device, find_folder, load_policy, refuse_slow_bfloat16
 from sapo_node.training.share import Sharer
 from sapo_node.training.trainer import Make, Trainer
@@ -72,6 +74,11 @@ class PolicyWorker:
             with self._trainer.whole():
                 self._sharer.send()
         return Nothing()
+
+    def score_texts(self, request: Nothing) -> TextScore:
+        """How likely texts that are no task's are to the newest weights."""
+        with self._trainer.whole():
+            return score_texts(self._trainer.policy)
 
     def save(self, request: SaveRequest) -> Saved:
         """Write a checkpoint. A disk that refuses raises; the older checkpoints are then untouched."""
@@ -136,7 +143,10 @@ def main() -> None:
     """Serve until the node is gone."""
     worker = PolicyWorker()
     signal.signal(signal.SIGUSR1, interrupt)
-    handlers = (worker.load, worker.sample, worker.step, worker.share, worker.send, worker.save)
+    handlers = (
+        *(worker.load, worker.sample, worker.step, worker.score_texts),
+        *(worker.share, worker.send, worker.save),
+    )
     workers.serve({handler.__name__: handler for handler in handlers})
 
 

@@ -12,6 +12,7 @@ from sapo_node.training.base import (
     ShareRequest,
     StepRequest,
     StepResult,
+    TextScore,
     TrainGroup,
     Weights,
 )
@@ -39,6 +40,10 @@ class RemoteTrainer:
     async def step(self, groups: list[TrainGroup]) -> StepResult:
         """One round's optimiser step."""
         return await self._worker.call("step", StepRequest(groups=groups), StepResult, deadline=STEP_SECONDS)
+
+    async def score_texts(self) -> TextScore:
+        """How likely texts that are no task's are to the policy."""
+        return await self._worker.call("score_texts", Nothing(), TextScore, deadline=STEP_SECONDS)
 
     async def save(self, directory: Path, extra: dict[str, Any]) -> Saved:
         """Write a checkpoint into `directory`, with the node's own `extra` state beside the trainer's."""

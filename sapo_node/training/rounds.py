@@ -17,11 +17,12 @@ from statistics import fmean
 from typing import Final, TypeVar
 
 import structlog
-from msgspec import Struct
+from msgspec import Struct, structs
 
-from sapo_node.config import NodeConfig
+from sapo_node.config import NodeConfig, TrainingSection
 from sapo_node.errors import SapoError
 from sapo_node.monitor.metrics import RoundRecord
+from sapo_node.monitor.watch import Unwatched, Watch
 from sapo_node.rollouts.pool import Pool, PoolError
 from sapo_node.rollouts.sampling import Clock, LostVersion, NothingToDraw, SampledGroups, Sampling
 from sapo_node.tasks.base import TaskRefused
@@ -45,6 +46,10 @@ LOOK_SECONDS: Final = 1.0  # between two looks at whether a round can be taken w
 
 NOTHING_DRAWN: Final = SampledGroups(ids=[], rewards_first_drawn=[], tokens=0, seconds=0.0, published=0)
 """Stands for a batch in rounds that are taken while the engine is down."""
+
+
+Standing = Callable[[str, float], tuple[str, bool]]
+"""By peer id and time: whose share a producer's groups are counted for, and whether its work is known for a day."""
 
 
 FAULTS: Final = (PolicyLost, LostVersion, NothingToDraw, TaskRefused, WorkerError, PoolError)
@@ -76,8 +81,11 @@ class Rounds:
         stop: asyncio.Event,
         events: RoundEvents,
         clock: Clock = time.time,
+        standing: Standing | None = None,
+        watch: Watch | None = None,
     ) -> None:
-        """`clock` tells seconds since 1970, as groups are dated."""
+        """`clock` tells seconds since 1970, as groups are dated. Without `standing` every producer is a newcomer that
+        counts by itself. `watch` says how much is taken of others, and what not."""
         self._config = config
         self._policy = policy
         self._sampling = sampling
@@ -86,6 +94,8 @@ class Rounds:
         self._stop = stop
         self._events = events
         self._clock = clock
+        self._standing = standing
+        self._watch = watch or Unwatched()
         ahead = 1 + config.training.staleness
         self._room = asyncio.Semaphore(ahead)
         self._drawn: asyncio.Queue[SampledGroups] = asyncio.Queue(maxsize=ahead)
@@ -94,6 +104,11 @@ class Rounds:
         self._waited = 0.0  # seconds for which the trainer had nothing to do since the last round
         self._settling: asyncio.Task[None] | None = None
         self._attempts = 0  # rounds begun by this process; unlike versions it never goes back
+
+    @property
+    def _training(self) -> TrainingSection:
+        """The settings of a round, with J as an alarm may leave it."""
+        return self._watch.limit(self._config.training)
 
     async def sampling_loop(self) -> None:
         """Draw batches until the node stops."""
@@ -151,7 +166,7 @@ class Rounds:
                     return await self._drawn.get()
             except TimeoutError:
                 self._policy.check()
-                wanted = self._config.training.external_groups
+                wanted = self._training.external_groups
                 if not self._policy.can_sample and wanted and await self._usable_external() >= wanted:
                     return NOTHING_DRAWN
 
@@ -203,10 +218,10 @@ class Rounds:
         give_up = time.monotonic() + self._config.training.shortage_wait_seconds
         draws = 0
         while True:
-            training = self._config.training
+            training = self._training
             now = self._clock()
             local = await self._pool.local_candidates(now, self._policy.version, training.staleness)
-            external = await self._pool.external_candidates(now)
+            external = await self._external(now)
             # Only this strategy asks for them.
             own = await self._pool.own_rewards(now) if training.strategy == "novelty" else {}
             plan = plan_round(training, self._config.rollouts, local, external, self._rng, own)
@@ -223,13 +238,25 @@ class Rounds:
 
     async def _expected_shortage(self) -> int:
         """Own groups to draw at once with the next batch, where the pool cannot fill J: one call instead of two."""
-        training = self._config.training
+        training = self._training
         if training.on_shortage != "local" or not training.external_groups:
             return 0
-        return max(0, training.external_groups - await self._usable_external())
+        external = await self._external(self._clock())
+        return plan_round(training, self._config.rollouts, [], external, random.Random(0)).shortage
+
+    async def _external(self, now: float) -> list[Candidate]:
+        """Groups of others to choose from, with what is known of their producers."""
+        candidates = [c for c in await self._pool.external_candidates(now) if not self._watch.bars(c.task)]
+        if self._standing is None:
+            return candidates
+        standing = {producer: self._standing(producer, now) for producer in {c.producer for c in candidates}}
+        return [
+            structs.replace(c, source=source, aged=aged)
+            for c, (source, aged) in ((c, standing[c.producer]) for c in candidates)
+        ]
 
     async def _usable_external(self) -> int:
-        external = await self._pool.external_candidates(self._clock())
+        external = await self._external(self._clock())
         return sum(informative(candidate.rewards) for candidate in external)
 
     def _record(
@@ -265,7 +292,7 @@ class Rounds:
             local_groups=len(local),
             external_groups=len(external),
             informative_groups=sum(informative(group.rewards) for group in groups),
-            shortage=max(plan.shortage, self._config.training.external_groups - len(external)),
+            shortage=max(plan.shortage, self._training.external_groups - len(external)),
             external_producers=producers,
             staleness_local=mean([version - group.policy_version for group in local]),
             staleness_max=max((version - group.policy_version for group in local), default=None),

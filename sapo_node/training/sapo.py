@@ -5,11 +5,14 @@ section 3, Algorithm 1. Its names are used here: a node draws B tasks a round, s
 group), shares S groups, and trains on I groups of its own and J of the swarm's. How the J are chosen is left to the
 node; the published experiments drop those without advantage and draw uniformly from the rest, which is rule `paper`.
 
-Rule `capped` is ours. It goes through the same groups in a random order weighted by a strategy and leaves out
+Rule `capped` is ours, for swarms that anyone may join. It goes through the same groups in a random order weighted by a
+strategy and leaves out
 
-- groups of a peer that already has its share, max(ceil(J / 4), ceil(J / usable peers)): one loud peer cannot become
-  the whole batch, and few peers can still fill it;
-- groups on a question that was already chosen: a second copy teaches less than another question.
+- groups of a source that already has its share, max(ceil(J / 4), ceil(J / usable sources)): one loud peer cannot become
+  the whole batch, and few can still fill it. A source is a peer, or all peers of one network, as the caller says;
+- groups on a question that was already chosen: a second copy teaches less than another question;
+- more than J / 2 groups of peers without a day of accepted work, once a peer that has it offers a usable group. Ids are
+  free, so newcomers can be any number; what the aged ones cannot fill of their half is a shortage.
 
 Under both rules a group has to be fresh (age and uses within the owner's settings) and, unless
 `external_zero_advantage` keeps the others for comparison, informative.
@@ -21,7 +24,7 @@ missing and plans again; nothing is remembered in between.
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from statistics import fmean
 from types import MappingProxyType
 from typing import Final
@@ -31,8 +34,11 @@ from msgspec import Struct
 from sapo_node.config import RolloutsSection, TrainingSection
 
 PEER_SHARE: Final = 0.25
-"""Share of J that a peer may have under `capped` however many peers there are. With four or more peers it binds only
-the loud ones; below four the other bound, an equal share, is larger."""
+"""Share of J that a source may have under `capped` however many there are. With four or more it binds only the loud
+ones; below four the other bound, an equal share, is larger."""
+
+AGED_SHARE: Final = 0.5
+"""Share of J that is left to aged peers under `capped`, once one of them has a usable group."""
 
 MIN_WEIGHT: Final = 1e-9
 """Graded rewards can differ by less than a double's square resolves; such a group is unlikely, not impossible."""
@@ -49,6 +55,13 @@ class Candidate(Struct, frozen=True, kw_only=True):
     age_seconds: float
     uses: int = 0  # rounds that trained on it
     first_drawn: bool = True  # False for own groups drawn to fill a shortage or to replace others
+    source: str = ""  # network of the producer, as this node sees it; empty: the producer counts by itself
+    aged: bool = False  # whether this node has known the producer's work for a day
+
+    @property
+    def counts_for(self) -> str:
+        """What has the share that this group is taken from."""
+        return self.source or self.producer
 
 
 class RoundPlan(Struct, frozen=True, kw_only=True):
@@ -66,7 +79,8 @@ class RoundPlan(Struct, frozen=True, kw_only=True):
     resample: int  # own groups to draw again under `local_zero_advantage: resample`, beside `need_local`
     wait: bool  # under `on_shortage: wait`, whether there is something to wait for
     usable_peers: int  # producers with at least one fresh and informative group
-    peer_cap: int  # most external groups of one peer; the number wanted where there is no cap
+    usable_sources: int  # of these, peers of one network counted once
+    peer_cap: int  # most external groups of one source; the number wanted where there is no cap
     dropped_zero_advantage: int  # fresh external candidates whose rewards are all equal
     dropped_stale: int  # external candidates too old or used up
 
@@ -124,9 +138,14 @@ STRATEGIES: Final[dict[str, Strategy]] = {
 }
 
 
-def peer_cap(wanted: int, usable_peers: int) -> int:
-    """Most external groups that one peer may have in a batch of `wanted` under `capped`."""
-    return max(math.ceil(PEER_SHARE * wanted), math.ceil(wanted / max(1, usable_peers)))
+def peer_cap(wanted: int, usable_sources: int) -> int:
+    """Most external groups that one source may have in a batch of `wanted` under `capped`."""
+    return max(math.ceil(PEER_SHARE * wanted), math.ceil(wanted / max(1, usable_sources)))
+
+
+def aged_part(usable: Iterable[Candidate], wanted: int) -> int:
+    """How many of the `wanted` groups newcomers may not have: half, once there is a usable group of an aged peer."""
+    return math.ceil(AGED_SHARE * wanted) if any(candidate.aged for candidate in usable) else 0
 
 
 def choose_uniform(usable: Sequence[Candidate], wanted: int, rng: random.Random) -> list[Candidate]:
@@ -137,23 +156,32 @@ def choose_uniform(usable: Sequence[Candidate], wanted: int, rng: random.Random)
 def choose_capped(
     usable: Sequence[Candidate], wanted: int, cap: int, weights: Sequence[float], rng: random.Random
 ) -> list[Candidate]:
-    """Rule `capped`: weighted without replacement, at most `cap` groups a peer and one a question.
+    """Rule `capped`: weighted without replacement, one group a question, the aged peers' part first, and at most `cap`
+    groups a source; aged sources that are too few to fill their part so share it evenly.
 
     Sorting by exponential waiting times of rate w is successive weighted sampling (Efraimidis and Spirakis 2006);
     leaving out a group that breaks a bound equals drawing from the groups that keep it.
     """
     waits = [rng.expovariate(weight) for weight in weights]
-    order = sorted(range(len(usable)), key=waits.__getitem__)
+    order = [usable[i] for i in sorted(range(len(usable)), key=waits.__getitem__)]
     chosen: list[Candidate] = []
-    of_peer: Counter[str] = Counter()
+    of_source: Counter[str] = Counter()
     questions: set[bytes] = set()
-    for candidate in (usable[i] for i in order):
-        if len(chosen) == wanted:
-            break
-        if of_peer[candidate.producer] < cap and candidate.question_sha256 not in questions:
-            chosen.append(candidate)
-            of_peer[candidate.producer] += 1
-            questions.add(candidate.question_sha256)
+
+    def take(candidates: Iterable[Candidate], limit: int, cap: int) -> None:
+        for candidate in candidates:
+            if len(chosen) >= limit:
+                return
+            if of_source[candidate.counts_for] < cap and candidate.question_sha256 not in questions:
+                chosen.append(candidate)
+                of_source[candidate.counts_for] += 1
+                questions.add(candidate.question_sha256)
+
+    part = aged_part(usable, wanted)
+    aged = [candidate for candidate in order if candidate.aged]
+    take(aged, part, max(cap, math.ceil(part / max(1, len({c.counts_for for c in aged})))))
+    missing = part - len(chosen)
+    take(order, wanted - max(0, missing), cap)
     return chosen
 
 
@@ -177,7 +205,7 @@ def plan_round(
     """
     fresh = [c for c in external if _is_fresh(c, rollouts)]
     usable = [c for c in fresh if training.external_zero_advantage == "keep" or informative(c.rewards)]
-    peers = len({c.producer for c in usable})
+    sources = len({c.counts_for for c in usable})
 
     own = list(local)
     if training.local_zero_advantage == "resample":
@@ -186,7 +214,7 @@ def plan_round(
 
     wanted = training.external_groups
     refill = len(idle) if training.local_zero_advantage == "refill" else 0
-    cap = peer_cap(wanted + refill, peers) if training.rule == "capped" else wanted + refill
+    cap = peer_cap(wanted + refill, sources) if training.rule == "capped" else wanted + refill
     if training.rule == "capped":
         weights = STRATEGIES[training.strategy](usable, own_rewards)
         chosen = choose_capped(usable, wanted + refill, cap, weights, rng)
@@ -209,7 +237,8 @@ def plan_round(
         need_local=max(0, own_wanted - len(own)),
         resample=resample,
         wait=shortage > 0 and training.on_shortage == "wait",
-        usable_peers=peers,
+        usable_peers=len({c.producer for c in usable}),
+        usable_sources=sources,
         peer_cap=cap,
         dropped_zero_advantage=len(fresh) - len(usable),
         dropped_stale=len(external) - len(fresh),

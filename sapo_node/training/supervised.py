@@ -21,7 +21,16 @@ from sapo_node.errors import SapoError
 from sapo_node.inference.base import EngineStatus, SampledBatch, SamplingParams
 from sapo_node.inference.transformers import TransformersEngine
 from sapo_node.training import checkpoint
-from sapo_node.training.base import LoadRequest, ModelInfo, Saved, ShareRequest, StepResult, TrainGroup, Weights
+from sapo_node.training.base import (
+    LoadRequest,
+    ModelInfo,
+    Saved,
+    ShareRequest,
+    StepResult,
+    TextScore,
+    TrainGroup,
+    Weights,
+)
 from sapo_node.training.remote import POLICY_MODULE, RemoteTrainer
 from sapo_node.workers import CallFailed, Refused, Worker, WorkerError
 
@@ -104,6 +113,10 @@ class Policy:
         self.version = result.policy_version
         self._faults = 0
         return result
+
+    async def score_texts(self) -> TextScore:
+        """How likely texts that are no task's are to the policy. Raises PolicyLost or PolicyFailed."""
+        return await self._guarded(self._trainer.score_texts)
 
     async def save(self, extra: dict[str, Any]) -> Saved:
         """Write a checkpoint. Raises PolicyLost, PolicyFailed, or CallFailed when the disk refuses."""

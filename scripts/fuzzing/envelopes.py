@@ -2,7 +2,8 @@
 
 import functools
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from random import Random
 from typing import Any, Final
 
@@ -27,26 +28,26 @@ _BOMBS: Final = (
     b"\x50\x2a\x4d\x18\xff\xff\xff\xff" + bytes(100),  # a frame to be skipped, of 4 GiB
     b"\x28\xb5\x2f\xfd\x00\xf8" + bytes(40),  # a window as large as the format allows
 )
-_READS: Final = ("_inflate", "_check_structure")
+_DECODERS: Final = "_inflate", "_check_structure"
 
 
-class _Watched:
-    """Notes whether the codec began to decode what it was given."""
+@contextmanager
+def _watching() -> Iterator[list[str]]:
+    """Notes, in the list, whatever of `_DECODERS` the codec calls."""
+    called: list[str] = []
+    originals = {name: getattr(codec, name) for name in _DECODERS}
 
-    def __init__(self) -> None:
-        self.decoding = False
-        for name in _READS:
-            setattr(codec, name, self._noting(getattr(codec, name)))
+    def noting(name: str, data: bytes) -> Any:
+        called.append(name)
+        return originals[name](data)
 
-    def _noting(self, function: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-        def noted(data: bytes) -> Any:
-            self.decoding = True
-            return function(data)
-
-        return noted
-
-
-_watched = _Watched()
+    try:
+        for name in _DECODERS:
+            setattr(codec, name, functools.partial(noting, name))
+        yield called
+    finally:
+        for name, original in originals.items():
+            setattr(codec, name, original)
 
 
 def _is_signed(data: bytes, kind: bytes, tag: bytes) -> bool:
@@ -68,12 +69,12 @@ def _sealed(rng: Random, kind: bytes, payload: bytes) -> bytes:
 
 def _opening(kind: bytes, tag: bytes, opener: Callable[[bytes], Any]) -> Callable[[bytes], None]:
     def feed(data: bytes) -> None:
-        _watched.decoding = False
-        try:
-            opener(data)
-        finally:
-            if _watched.decoding and not _is_signed(data, kind, tag):
-                raise Broken("an envelope with a wrong signature was decoded")
+        with _watching() as called:
+            try:
+                opener(data)
+            finally:
+                if called and not _is_signed(data, kind, tag):
+                    raise Broken("an envelope with a wrong signature was decoded")
 
     return feed
 

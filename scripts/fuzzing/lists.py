@@ -1,6 +1,5 @@
 """Lists of addresses and of problems, written by others: files, DNS records, data sets."""
 
-import asyncio
 from random import Random
 from typing import Any, Final
 
@@ -16,7 +15,6 @@ from .mutate import hostile, mutate, random_bytes, twist
 from .run import Broken, Surface
 
 _ADDRESS: Final = f"/ip4/192.0.2.7/tcp/4001/p2p/{values.OTHER.peer_id}"
-_loop = asyncio.new_event_loop()
 
 
 def _file(name: str, data: bytes) -> Any:
@@ -49,7 +47,7 @@ def _read_dns(data: bytes) -> None:
         asked += 1
         return data.decode(errors="replace").split("\n")
 
-    found = _loop.run_until_complete(dnsaddr.resolve("/dnsaddr/example.org", lookup))
+    found = values.LOOP.run_until_complete(dnsaddr.resolve("/dnsaddr/example.org", lookup))
     if asked > dnsaddr.MAX_LOOKUPS or len(found) > dnsaddr.MAX_ADDRESSES or not all(map(is_multiaddr, found)):
         raise Broken("a name cost too much, or stands for what is no address")
     for address in found:

@@ -28,8 +28,6 @@ from . import values
 from .mutate import hostile, mutate, packed, random_bytes, tokens, twist
 from .run import Broken, Surface
 
-_loop = asyncio.new_event_loop()
-
 
 class _Sink:
     """The writing end of a stream to a peer that takes everything."""
@@ -49,7 +47,7 @@ class _Sink:
 
 def _stream(data: bytes) -> tuple[asyncio.StreamReader, Any]:
     """A stream on which a peer sent `data` and closed its end."""
-    reader = asyncio.StreamReader(loop=_loop)
+    reader = asyncio.StreamReader(loop=values.LOOP)
     reader.feed_data(data)
     reader.feed_eof()
     return reader, _Sink()
@@ -73,7 +71,7 @@ def _read_request(data: bytes) -> None:
     shelf.put(_ENVELOPE, 1, values.NOW, values.NOW)
     reader, sink = _stream(data)
     server = FetchServer(shelf, lambda _: True, lambda *_: None)
-    _loop.run_until_complete(server.serve("peer", reader, sink))
+    values.LOOP.run_until_complete(server.serve("peer", reader, sink))
     if bytes(sink.data) not in (_ANSWER, b"\x01\0\0\0\0"):
         raise Broken("a request was answered with something else than the batch or that it is gone")
 
@@ -86,7 +84,7 @@ def _make_answer(rng: Random) -> bytes:
 
 def _read_answer(data: bytes) -> None:
     reader, sink = _stream(data)
-    found = _loop.run_until_complete(fetch.ask(reader, sink, _LISTING))
+    found = values.LOOP.run_until_complete(fetch.ask(reader, sink, _LISTING))
     if codec.content_id_of(found) != _LISTING.content_id:
         raise Broken("bytes with another digest than announced were taken")
 
@@ -107,7 +105,7 @@ _greeter: Final = Greeter(_greeted, values.SWARM)
 def _read_greeting(data: bytes) -> None:
     reader, sink = _stream(data)
     peer = data[-4:].hex()
-    _loop.run_until_complete(_greeter.serve(peer, reader, sink))
+    values.LOOP.run_until_complete(_greeter.serve(peer, reader, sink))
     if bytes(sink.data) != _GREETING:
         raise Broken("a greeting was answered with something else than ours")
     if (peer in _greeter.members) != (data[:4] == _GREETING[:4] and data[6:38] == _GREETING[6:] and _meets(data)):
@@ -206,7 +204,7 @@ def _read_call(data: bytes) -> None:
         await asyncio.sleep(0)  # what the call left behind is done too
         return answer
 
-    answer = _loop.run_until_complete(call())
+    answer = values.LOOP.run_until_complete(call())
     if len(answer.SerializeToString()) > 4 << 20:
         raise Broken("an answer is larger than hivemind carries")
     if set(_dht_holder.records._keys_of) - {values.ME.public_key}:
@@ -242,7 +240,7 @@ def _read_found(data: bytes) -> None:
         return response
 
     _dht_holder.get_stub = lambda _: SimpleNamespace(rpc_find=rpc_find)
-    found = _loop.run_until_complete(_dht_holder.call_find(_REMOTE, [key]))
+    found = values.LOOP.run_until_complete(_dht_holder.call_find(_REMOTE, [key]))
     if found is None:
         return
     records, nearest = found[key]

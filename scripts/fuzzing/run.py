@@ -12,7 +12,8 @@ from random import Random
 from typing import Final
 
 MEASURED_EVERY: Final = 32
-"""Memory is traced for one input in so many, and for each large one: tracing makes everything some times slower."""
+"""Memory is traced for one input in so many, and for each that is large or the slowest so far: tracing makes everything
+some times slower."""
 
 LARGE_BYTES: Final = 64 * 1024
 MAX_BROKEN: Final = 20
@@ -85,7 +86,8 @@ def fuzz(surface: Surface, count: int, seed: int) -> Report:
 
 def _one(surface: Surface, report: Report, number: int, data: bytes) -> None:
     problem = _fed(surface, report, number, data)
-    if problem is None and (number % MEASURED_EVERY == 0 or len(data) >= LARGE_BYTES):
+    hard = len(data) >= LARGE_BYTES or report.slowest_number == number
+    if problem is None and (hard or number % MEASURED_EVERY == 0):
         problem = _measured(surface, report, data)
     if problem is not None:
         shown = data.hex() if len(data) <= 4096 else f"{data[:2048].hex()}... ({len(data)} bytes)"

@@ -6,10 +6,10 @@ list is kept complete).
 
 from typing import Final
 
-from . import envelopes, lists, network, texts
+from . import envelopes, lists, network, sealed, texts
 from .run import Surface
 
 SURFACES: Final[dict[str, Surface]] = {
-    surface.name: surface for module in (envelopes, network, lists, texts) for surface in module.SURFACES
+    surface.name: surface for module in (envelopes, network, sealed, lists, texts) for surface in module.SURFACES
 }
 """All surfaces by name."""

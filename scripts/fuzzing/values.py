@@ -1,6 +1,9 @@
 """Valid messages to begin from: batches, announcements, coordinates, with keys that the fuzzer holds itself."""
 
+import asyncio
+import atexit
 import hashlib
+import shutil
 import tempfile
 from pathlib import Path
 from random import Random
@@ -21,7 +24,13 @@ EPOCH: Final = 59_000_000
 NOW: Final = EPOCH * protocol.EPOCH_SECONDS + 10.0
 
 FOLDER: Final = Path(tempfile.mkdtemp(prefix="sapo-fuzz-"))
-"""For the surfaces that read files. Left to the system's cleaning of temporary files."""
+"""For the surfaces that read files."""
+
+LOOP: Final = asyncio.new_event_loop()
+"""For the surfaces that wait."""
+
+atexit.register(LOOP.close)
+atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
 
 _TEXTS: Final = ("4", "", "<answer>12</answer>", "Ω ≠ \u202e", "a long answer " * 30)
 

@@ -1,15 +1,23 @@
 """`sapo-node peers`: what it says of the peers that a node wrote down."""
 
+import asyncio
 import json
+import re
 import time
 from pathlib import Path
 
 import pytest
 
+from sapo_node import cli
 from sapo_node.commands import peers as command
+from sapo_node.config import RolloutsSection
 from sapo_node.datadir import DataDir
 from sapo_node.errors import SapoError
-from sapo_node.swarm.peers import Found, PeerBook, PeerRecord, save_peers
+from sapo_node.identity import peer_id_from_public_key
+from sapo_node.rollouts.pool import Pool
+from sapo_node.swarm import denials
+from sapo_node.swarm.peers import AGED_SECONDS, Found, PeerBook, PeerRecord, save_peers
+from tests.rollouts.test_pool import NOW, new_group
 
 
 def met(folder: Path) -> DataDir:
@@ -70,3 +78,121 @@ def test_no_peer_writes_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFi
     assert out.replace("\n", "").isprintable()
     assert "/dns4/" not in out
     assert "/ip4/1.1.1.1" in out
+
+
+BAD = peer_id_from_public_key(bytes(32))
+
+
+def told(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> str:
+    """What a command line of `sapo-node peers` prints, white space made even."""
+    assert cli.run(["peers", *arguments]) == code
+    out, err = capsys.readouterr()
+    return " ".join((out + err).split())
+
+
+def judged(folder: Path) -> DataDir:
+    """A data directory whose node has reasons to think ill of BAD."""
+    data, book, now = DataDir(folder), PeerBook(), time.time()
+    data.prepare()
+    book.saw(BAD, ["/ip4/192.0.2.1/tcp/1"], now)
+    book.came_from(BAD, "/ip4/8.8.8.8/tcp/1")
+    book.accepted(BAD, groups=3, usable=1, now=now)
+    book.ignored(BAD, 2, now, "stale")
+    for _ in range(5):
+        book.rejected(BAD, now, "configuration out of bounds")
+    save_peers(data.peers, book.to_save(now))
+    return data
+
+
+def test_why_tells_the_score_with_its_reasons(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    judged(tmp_path)
+    out = told(capsys, "--why", BAD, "--data-dir", str(tmp_path))
+    assert re.search(r"standing shunned until 20\d\d-.* \(in \d+ min\)", out)
+    assert "score -148.0" in out
+    assert "counts as 8.8.8.0/24 reached at /ip4/8.8.8.8/tcp/1" in out
+    assert "rejected: configuration out of bounds 5 -150.0 0 s ago" in out
+    assert "accepted 3 +1.5" in out
+    assert "ignored: stale 2 0 s ago" in out
+
+
+def test_why_as_json_and_for_an_aged_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data, book, now = DataDir(tmp_path), PeerBook(), time.time()
+    data.prepare()
+    for at in (now - AGED_SECONDS, now):
+        book.accepted(BAD, groups=1, usable=1, now=at)
+    book.saw(BAD, ["/ip4/192.0.2.1/tcp/1"], now)
+    save_peers(data.peers, book.to_save(now))
+    assert "ago: aged" in told(capsys, "--why", BAD, "--data-dir", str(tmp_path))
+    report = json.loads(told(capsys, "--why", BAD, "--data-dir", str(tmp_path), "--json"))
+    assert report["peer"]["reasons"]["accepted"]["count"] == 2
+
+
+def test_a_denial_shows_until_it_is_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = judged(tmp_path)
+    where = ("--data-dir", str(tmp_path))
+    assert f"{BAD} is now denied" in told(capsys, "deny", BAD, *where)
+    assert "already denied" in told(capsys, "deny", BAD, *where)
+    assert " denied " in told(capsys, *where)
+    assert "standing denied by `sapo-node peers deny`" in told(capsys, "--why", BAD, *where)
+    assert "no longer denied" in told(capsys, "allow", BAD, *where)
+    assert "was not denied" in told(capsys, "allow", BAD, *where)
+    assert " denied " not in told(capsys, *where)
+    assert denials.read(data.denied) == {}
+
+
+def test_a_peer_that_was_never_met_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    DataDir(tmp_path).prepare()
+    assert "has not met" in told(capsys, "deny", BAD, "--data-dir", str(tmp_path))
+    assert "has not met" in told(capsys, "--why", BAD, "--data-dir", str(tmp_path), code=1)
+
+
+@pytest.mark.parametrize("words", [["deny"], ["allow"], ["--why"]])
+@pytest.mark.parametrize("wrong", ["me", f"{BAD} ", f"{BAD}x", "", "\x1b[2J"])
+def test_what_is_no_peer_id_is_a_wrong_usage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], wrong: str
+) -> None:
+    DataDir(tmp_path).prepare()
+    assert "is no peer id" in told(capsys, *words, wrong, "--data-dir", str(tmp_path), code=2)
+    assert not DataDir(tmp_path).denied.exists()
+
+
+def test_options_before_the_word_are_refused_and_not_overlooked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = told(capsys, "--data-dir", str(tmp_path), "deny", BAD, code=2)
+    assert "sapo-node peers deny ..." in out
+
+
+def test_there_is_nobody_to_deny_where_no_node_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no data directory" in told(capsys, "deny", BAD, "--data-dir", str(tmp_path / "nosuch"), code=1)
+
+
+def test_a_purge_empties_the_pool_of_a_node_that_does_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = judged(tmp_path)
+
+    async def fill(*, count: bool = False) -> int:
+        pool = await Pool.open(data.pool, RolloutsSection())
+        try:
+            if not count:
+                await pool.add_external(BAD, bytes(32), [new_group(1), new_group(2)], NOW)
+                await pool.add_external("good", bytes(31) + b"1", [new_group(3)], NOW)
+            return (await pool.stats()).external
+        finally:
+            await pool.close()
+
+    assert asyncio.run(fill()) == 3
+    out = told(capsys, "deny", BAD, "--purge", "--data-dir", str(tmp_path))
+    assert "2 of its groups were removed" in out
+    assert asyncio.run(fill(count=True)) == 1
+
+
+def test_a_purge_is_left_to_the_node_that_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = judged(tmp_path)
+    data.pool.write_bytes(b"not ours to touch")
+    with data.lock():
+        out = told(capsys, "deny", BAD, "--purge", "--data-dir", str(tmp_path))
+    assert "The running node removes its groups" in out
+    assert data.pool.read_bytes() == b"not ours to touch"
+    assert denials.read(data.denied)[BAD].purge

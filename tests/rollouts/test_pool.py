@@ -240,6 +240,16 @@ def test_purge_forgets_a_peers_groups_but_not_their_coordinates(path: Path) -> N
     with_pool(path, use)
 
 
+def test_purge_can_spare_what_came_later(path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        await pool.add_external("bad", bytes(32), [new_group(0)], NOW)
+        await pool.add_external("bad", bytes(31) + b"1", [new_group(1)], NOW + 2)
+        assert await pool.purge("bad", NOW + 1) == 1
+        assert (await pool.stats()).external == 1
+
+    with_pool(path, use)
+
+
 def test_batches_are_seen_once_they_were_handled_even_if_nothing_was_usable(path: Path) -> None:
     async def use(pool: Pool) -> None:
         await pool.add_external("peer", b"a" * 32, [], NOW)

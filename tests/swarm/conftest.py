@@ -13,6 +13,8 @@ import uvloop
 
 from sapo_node.identity import Identity
 from sapo_node.swarm.p2p import Network
+from sapo_node.swarm.sealed import start_network
+from sapo_node.swarm.secret import Secret
 
 LOOPBACK = ["/ip4/127.0.0.1/tcp/0"]
 
@@ -34,10 +36,10 @@ class Loopback:
         (self.folder / name).mkdir(exist_ok=True)
         return Identity.load_or_create(self.folder / name / "identity.key")
 
-    async def start(self, name: str, **options: Any) -> Network:
-        """A node with the key and sockets of that name."""
+    async def start(self, name: str, secret: Secret | None = None, **options: Any) -> Network:
+        """A node with the identity and sockets of that name; of a private swarm if there is a `secret`."""
         options = {"listen": LOOPBACK, **options}
-        network = await Network.start(self.identity(name), work_dir=self.folder / name, **options)
+        network = await start_network(secret, self.identity(name), work_dir=self.folder / name, **options)
         self.stack.push_async_callback(network.close)
         return network
 

@@ -166,3 +166,12 @@ def test_a_peer_of_earlier_runs_is_tried_by_several_addresses_loopback_last() ->
         "/ip4/192.0.2.7/tcp/9/p2p/12D3KooWmet",
         "/ip4/127.0.0.1/tcp/9/p2p/12D3KooWmet",
     ]
+
+
+def test_the_public_list_is_not_for_a_private_swarm_of_the_same_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "public_peers", lambda _: [peer(1)])
+    found = [
+        [c.address for c in Candidates(SwarmSection(secret_file=file), PeerBook(), print).current(lonely=True)]
+        for file in (None, Path("swarm.key"))
+    ]
+    assert found == [[peer(1)], []]

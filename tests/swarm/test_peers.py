@@ -1,13 +1,14 @@
 """Scores: what raises and lowers them, when a peer is shunned and forgiven, and what survives a restart."""
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from sapo_node.swarm import peers
-from sapo_node.swarm.peers import Found, PeerBook, load_peers, save_peers
+from sapo_node.swarm.peers import AGED_SECONDS, Found, PeerBook, Unwelcome, forgiven_at, load_peers, save_peers
 
 
 def test_strangers_are_welcome() -> None:
@@ -69,13 +70,23 @@ def test_the_owners_word_comes_first() -> None:
     assert not book.welcome("b", 0.0)
 
 
-def test_the_unwelcome_are_those_denied_and_those_shunned_until_forgiven() -> None:
-    book = PeerBook(deny=["denied"])
-    book.saw("fine", [], 0.0)
+def test_the_network_answers_nobody_who_is_denied_or_shunned_or_not_among_the_allowed() -> None:
+    book = PeerBook(deny=["set"])
+    unwelcome = Unwelcome(book)
     for _ in range(4):
-        book.rejected("bad", 0.0)
-    assert book.unwelcome(0.0) == {"denied", "bad"}
-    assert book.unwelcome(2.0 * peers.HALF_LIFE_SECONDS) == {"denied"}
+        book.rejected("bad", time.time())
+    assert [peer in unwelcome for peer in ("set", "bad", "fine")] == [True, True, False]
+    book.denied = frozenset({"fine"})
+    assert "fine" in unwelcome
+    assert "stranger" in Unwelcome(PeerBook(allow=["friend"]))
+    assert "friend" not in Unwelcome(PeerBook(allow=["friend"]))
+
+
+def test_a_denial_wins_over_an_allowance_wherever_they_are_said() -> None:
+    book = PeerBook(allow=["a", "b"], deny=["a"])
+    book.denied = frozenset({"b"})
+    assert not book.may("a")
+    assert not book.may("b")
 
 
 def test_the_table_is_bounded_and_keeps_those_it_has_an_opinion_on() -> None:
@@ -194,3 +205,181 @@ def test_addresses_of_a_file_that_are_none_are_left_out(tmp_path: Path) -> None:
     save_peers(tmp_path / "peers.json", book.to_save(1.0))
     records, _ = load_peers(tmp_path / "peers.json")
     assert records[0].addresses == ["/ip4/1.1.1.1/tcp/1"]
+
+
+DAY = AGED_SECONDS
+NOW = 1.8e9
+
+
+def test_a_peer_is_aged_when_accepted_groups_lie_a_day_apart() -> None:
+    book = PeerBook()
+    book.accepted("a", groups=1, usable=0, now=NOW)
+    assert not book.aged("a", NOW + 2 * DAY), "one group and waiting is no history"
+    book.accepted("a", groups=1, usable=0, now=NOW + DAY)
+    assert book.aged("a", NOW + DAY)
+
+
+def test_being_seen_or_ignored_gives_no_history() -> None:
+    book = PeerBook()
+    for now in (NOW, NOW + 2 * DAY):
+        book.saw("a", ["/ip4/127.0.0.1/tcp/1"], now)
+        book.set_connected({"a"}, (), now)
+        book.ignored("a", 100, now)
+    assert not book.aged("a", NOW + 2 * DAY)
+
+
+def test_a_clock_set_back_makes_nobody_aged() -> None:
+    book = PeerBook()
+    book.saw("other", [], NOW)
+    book.accepted("a", groups=1, usable=1, now=NOW - 2 * DAY)  # the clock is wrong for a minute
+    book.accepted("a", groups=1, usable=1, now=NOW + 60)
+    assert not book.aged("a", NOW + 60)
+
+
+def test_a_clock_set_back_over_a_restart_makes_nobody_aged(tmp_path: Path) -> None:
+    book = PeerBook()
+    book.saw("other", ["/ip4/127.0.0.1/tcp/1"], NOW)
+    save_peers(tmp_path / "peers.json", book.to_save(NOW))
+    again = PeerBook(known=load_peers(tmp_path / "peers.json")[0])
+    again.accepted("a", groups=1, usable=1, now=NOW - 2 * DAY)
+    again.accepted("a", groups=1, usable=1, now=NOW + 60)
+    assert not again.aged("a", NOW + 60)
+
+
+def test_a_clock_that_was_ahead_makes_nobody_aged_once_it_is_right() -> None:
+    book = PeerBook()
+    book.accepted("a", groups=1, usable=1, now=NOW)
+    book.accepted("a", groups=1, usable=1, now=NOW + 5 * DAY)
+    assert not book.aged("a", NOW + 60)
+
+
+def test_who_is_shunned_has_to_earn_its_history_anew() -> None:
+    book = PeerBook()
+    for now in (NOW, NOW + DAY):
+        book.accepted("a", groups=1, usable=0, now=now)
+    for _ in range(5):
+        book.rejected("a", NOW + DAY)
+    later = NOW + 2 * DAY
+    book.accepted("a", groups=1, usable=0, now=later)
+    assert book.welcome("a", later)
+    assert not book.aged("a", later)
+
+
+def test_history_survives_a_restart_and_a_crowd_of_new_ids(tmp_path: Path) -> None:
+    book = PeerBook()
+    for now in (NOW, NOW + DAY):
+        book.accepted("old friend", groups=1, usable=1, now=now)
+    later = NOW + 3 * DAY  # its score has decayed to nothing
+    for i in range(2 * peers.MAX_PEERS):
+        book.accepted(f"sybil{i}", groups=1, usable=1, now=later)
+        book.reached(f"sybil{i}", "/ip4/127.0.0.1/tcp/1", later, Found.DHT)
+    book.set_connected({f"sybil{i}" for i in range(peers.MAX_SAVED)}, (), later)
+    save_peers(tmp_path / "peers.json", book.to_save(later))
+    assert PeerBook(known=load_peers(tmp_path / "peers.json")[0]).aged("old friend", later)
+
+
+def test_a_restart_forgives_nobody(tmp_path: Path) -> None:
+    book = PeerBook(deny=["denied"])
+    book.saw("denied", ["/ip4/127.0.0.1/tcp/1"], NOW)
+    for _ in range(4):
+        book.rejected("bad", NOW)
+    save_peers(tmp_path / "peers.json", book.to_save(NOW))
+    known, _ = load_peers(tmp_path / "peers.json")
+    assert {record.peer_id: record.denied for record in known} == {"denied": "the settings", "bad": ""}
+    assert not PeerBook(known=known).welcome("bad", NOW)
+
+
+def test_reasons_are_counted_with_what_they_earned_and_decay() -> None:
+    book = PeerBook()
+    book.accepted("a", groups=4, usable=2, now=NOW)
+    book.ignored("a", 3, NOW, "stale")
+    book.rejected("a", NOW + 10, "configuration out of bounds")
+    record = book.get("a")
+    assert record is not None
+    assert {reason: tally.count for reason, tally in record.reasons.items()} == {
+        "accepted": 4,
+        "usable": 2,
+        "ignored: stale": 3,
+        "rejected: configuration out of bounds": 1,
+    }
+    assert record.reasons["rejected: configuration out of bounds"].last == NOW + 10
+    book.accepted("a", groups=0, usable=2, now=NOW + peers.HALF_LIFE_SECONDS)
+    assert record.reasons["usable"].points == pytest.approx(0.5 + 1.0)
+
+
+def test_reasons_are_bounded() -> None:
+    book = PeerBook()
+    for i in range(1000):
+        book.ignored("a", 1, NOW, f"reason {i}")
+    record = book.get("a")
+    assert record is not None
+    assert len(record.reasons) <= peers.MAX_REASONS + 1
+    assert sum(tally.count for tally in record.reasons.values()) == 1000
+
+
+def test_the_time_of_forgiveness_is_when_it_comes() -> None:
+    book = PeerBook()
+    for _ in range(5):
+        book.rejected("a", NOW)
+    record = book.get("a")
+    assert record is not None
+    at = forgiven_at(record)
+    assert not book.welcome("a", at - 1.0)
+    assert book.welcome("a", at + 1.0)
+
+
+def reached(book: PeerBook, **addresses: str) -> PeerBook:
+    for peer_id, address in addresses.items():
+        book.saw(peer_id, (), NOW)
+        book.came_from(peer_id, address)
+    return book
+
+
+def test_peers_of_one_network_have_one_share_and_those_of_a_lan_each_their_own() -> None:
+    book = reached(
+        PeerBook(),
+        a="/ip4/198.51.100.1/tcp/1",
+        b="/ip4/8.8.8.1/tcp/1",
+        c="/ip4/8.8.8.2/tcp/2",
+        d="/ip4/172.17.0.2/tcp/1",
+        e="/ip4/172.17.0.3/tcp/1",
+    )
+    assert book.share("b") == book.share("c") == "8.8.8.0/24"
+    assert book.share("d") == "d"
+    assert book.share("e") == "e"
+    assert book.share("stranger") == "stranger"
+
+
+def test_what_a_peer_says_of_its_address_is_no_share() -> None:
+    book = reached(PeerBook(), a="/ip4/8.8.8.1/tcp/1")
+    book.saw("a", ["/ip4/9.9.9.9/tcp/1"], NOW)
+    assert book.share("a") == "8.8.8.0/24"
+
+
+def test_peers_behind_one_relay_count_as_one_only_where_there_are_three_relays() -> None:
+    def relayed(relay: str) -> str:
+        return f"/ip4/{relay}/tcp/1/p2p/QmRelay/p2p-circuit"
+
+    book = reached(PeerBook(), a=relayed("8.8.8.1"), b=relayed("8.8.8.1"), c=relayed("9.9.9.9"))
+    assert book.share("a") == "a"
+    reached(book, d=relayed("7.7.7.7"))
+    assert book.share("a") == book.share("b") == "relay 8.8.8.0/24"
+    assert book.share("c") != book.share("a")
+
+
+def test_relays_of_one_network_are_one_relay() -> None:
+    addresses = {f"p{i}": f"/ip4/8.8.8.{i}/tcp/1/p2p/QmRelay{i}/p2p-circuit" for i in range(1, 9)}
+    assert reached(PeerBook(), **addresses).share("p1") == "p1"
+
+
+def test_no_more_is_fetched_from_the_half_of_which_there_is_enough() -> None:
+    book = PeerBook()
+    for now in (NOW, NOW + DAY):
+        book.accepted("old", groups=1, usable=1, now=now)
+    now = NOW + DAY
+    book.enough_new = True
+    assert book.wanted("old", now)
+    assert not book.wanted("new", now)
+    book.enough_aged, book.enough_new = True, False
+    assert not book.wanted("old", now)
+    assert book.wanted("new", now)

@@ -13,17 +13,18 @@ from sapo_node.swarm import bootstrap, rendezvous
 from sapo_node.swarm.dnsaddr import LookupFailed
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError
-from sapo_node.swarm.protocol import rendezvous_cid
+from sapo_node.swarm.protocol import content_cid, rendezvous_name
 from sapo_node.swarm.rendezvous import Rendezvous, Schedule
+from sapo_node.swarm.secret import Secret
 from tests.swarm.conftest import Loopback
 
 OnLoopback = Callable[[Callable[[Loopback], Awaitable[None]]], None]
 
 
 def test_the_content_id_is_the_swarms() -> None:
-    assert rendezvous_cid("sapo")[:4] == bytes([1, 0x55, 0x12, 32])
-    assert len(rendezvous_cid("sapo")) == 36
-    assert rendezvous_cid("sapo") != rendezvous_cid("sapo2")
+    assert content_cid(rendezvous_name("sapo"))[:4] == bytes([1, 0x55, 0x12, 32])
+    assert len(content_cid(rendezvous_name("sapo"))) == 36
+    assert content_cid(rendezvous_name("sapo")) != content_cid(rendezvous_name("sapo2"))
 
 
 # When
@@ -183,6 +184,10 @@ def test_what_leads_farthest_is_met_first_and_every_peer_has_its_turn() -> None:
     class Providers:
         peer_id = "me"
 
+        @staticmethod
+        def names(name: str) -> list[str]:
+            return [name]
+
         async def find_providers(self, *_: object) -> list[tuple[str, list[str]]]:
             return [("a", [*inside, "/ip4/8.8.8.8/tcp/9"]), ("b", ["/ip4/127.0.0.1/tcp/9", "/ip4/9.9.9.9/tcp/9"])]
 
@@ -191,6 +196,31 @@ def test_what_leads_farthest_is_met_first_and_every_peer_has_its_turn() -> None:
     asyncio.run(made._find(lonely=True))
     assert met[:2] == ["/ip4/8.8.8.8/tcp/9/p2p/a", "/ip4/9.9.9.9/tcp/9/p2p/b"]
     assert len(met) == rendezvous.MAX_ADDRESSES_EACH + 2
+
+
+def test_a_private_swarm_meets_under_names_of_its_keys_alone() -> None:
+    """Announced under the first, searched under all: the swarm may be changing its key."""
+    secret = Secret([bytes(32), bytes([1]) * 32], "test")
+    provided: list[bytes] = []
+    searched: list[bytes] = []
+
+    class Private:
+        peer_id = "me"
+        names = staticmethod(secret.names)
+
+        async def provide(self, cid: bytes, _: float) -> None:
+            provided.append(cid)
+
+        async def find_providers(self, cid: bytes, *_: object) -> list[tuple[str, list[str]]]:
+            searched.append(cid)
+            return []
+
+    made = Rendezvous(cast(Network, Private()), "test", [], print, lambda: True, no_names)
+    asyncio.run(made._provide())
+    asyncio.run(made._find(lonely=True))
+    assert provided == searched[:1]
+    assert len(set(searched)) == 2
+    assert content_cid(rendezvous_name("test")) not in searched
 
 
 def test_a_guest_does_not_serve_the_public_dht(on_loopback: OnLoopback) -> None:

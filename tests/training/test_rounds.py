@@ -115,7 +115,8 @@ async def run_rounds(tmp_path: Path, training: dict[str, Any], rewards: list[flo
 
     events = RoundEvents(recorded=recorded, network=dict)
     stop = asyncio.Event()
-    loops = Rounds(config, policy, sampling, pool, random.Random(0), stop, events)  # type: ignore[arg-type]
+    known = more.get("rounds", {})
+    loops = Rounds(config, policy, sampling, pool, random.Random(0), stop, events, **known)  # type: ignore[arg-type]
     try:
         async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
             drawing = tasks.create_task(loops.sampling_loop())
@@ -190,6 +191,35 @@ def test_faults_without_end_end_the_node_with_their_reason(tmp_path: Path, monke
     (fault,) = caught.value.exceptions
     assert isinstance(fault, RoundsFailed)
     assert "10 times in a row: it is gone" in str(fault)
+
+
+async def crowd(pool: Pool) -> None:
+    """Twenty groups of newcomers and two of a peer that is known for long."""
+    for producer, indices in (("old", range(2)), ("new-a", range(2, 12)), ("new-b", range(12, 22))):
+        groups = [group(1000 + index, MIXED, 0, first=False) for index in indices]
+        await pool.add_external(producer, producer.encode().ljust(32), groups, time.time())
+
+
+def test_rounds_know_whom_they_train_on(tmp_path: Path) -> None:
+    training = {"local_groups": 1, "external_groups": 4, "rule": "capped"}
+    known = {"standing": lambda peer_id, now: (peer_id, peer_id == "old")}
+    records, _, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, count=1, prepare=crowd, rounds=known))
+    assert records[0].external_producers["old"] == 2
+    assert records[0].external_groups == 4
+
+
+def test_own_groups_are_drawn_at_once_for_what_the_rule_will_leave_out(tmp_path: Path) -> None:
+    training = {"local_groups": 1, "external_groups": 4, "rule": "capped"}
+    same = {"standing": lambda peer_id, now: ("8.8.8.0/24", peer_id == "old")}
+
+    async def few(pool: Pool) -> None:
+        groups = [group(1000 + index, MIXED, 0, first=False) for index in range(10)]
+        await pool.add_external("new", bytes(32), groups, time.time())
+        await pool.add_external("old", bytes(31) + b"1", [group(2000, MIXED, 0, first=False)], time.time())
+
+    records, sampling, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, count=1, prepare=few, rounds=same))
+    assert (records[0].external_groups, records[0].shortage) == (3, 1)
+    assert sampling.asked[0] == (1, 1)
 
 
 # -- an engine of its own ----------------------------------------------------------------------------------------------

@@ -57,6 +57,8 @@ candidates = st.lists(
         rewards=st.lists(st.sampled_from([0.0, 1.0]), min_size=2, max_size=8).map(tuple),
         age_seconds=st.floats(0, 600),
         uses=st.integers(0, 2),
+        source=st.sampled_from(["", "", "8.8.8.0/24", "9.9.9.0/24"]),
+        aged=st.booleans(),
     ),
     max_size=60,
     unique_by=lambda c: c.group_id,
@@ -97,7 +99,17 @@ def test_bounds_hold_in_every_swarm(
         assert len(result.local_ids) + len(chosen) == total, "a batch that lacks nothing is full"
 
     if training.rule == "capped":
-        assert all(count <= result.peer_cap for count in Counter(c.producer for c in chosen).values())
+        usable = [
+            c
+            for c in external
+            if informative(c.rewards)
+            and c.age_seconds <= rollouts.max_age_seconds
+            and c.uses < rollouts.max_external_uses
+        ]
+        if not any(c.aged for c in usable):
+            assert all(count <= result.peer_cap for count in Counter(c.counts_for for c in chosen).values())
+        if training.local_zero_advantage != "refill" and any(c.aged for c in usable):
+            assert sum(not c.aged for c in chosen) <= training.external_groups // 2
         assert len({c.question_sha256 for c in chosen}) == len(chosen)
 
 
@@ -259,3 +271,56 @@ def test_a_strategy_sees_own_rewards() -> None:
     for seed in range(20):
         chosen = plan_round(training, RolloutsSection(), [], external, random.Random(seed), {"known": 1.0})
         assert chosen.external_ids == [99]
+
+
+def crowd(newcomers: int, aged: int, each: int = 4) -> list[Candidate]:
+    """Groups of peers on networks of their own: newcomers from id 0, aged peers behind them."""
+    return [
+        group(i, producer=f"peer-{i // each}", source=f"net-{i // each}", aged=i >= newcomers * each)
+        for i in range((newcomers + aged) * each)
+    ]
+
+
+@pytest.mark.parametrize("newcomers", [4, 40, 400])
+def test_half_of_j_is_left_to_aged_peers_however_many_newcomers_there_are(newcomers: int) -> None:
+    external = crowd(newcomers, aged=4)
+    for seed in range(20):
+        result = plan([], external, seed=seed, external_groups=8, rule="capped")
+        assert len(result.external_ids) == 8
+        assert sum(i >= newcomers * 4 for i in result.external_ids) >= 4
+
+
+def test_what_aged_peers_cannot_fill_of_their_half_is_a_shortage() -> None:
+    result = plan([], crowd(40, aged=1, each=1), external_groups=8, rule="capped")
+    assert len(result.external_ids) == 5
+    assert (40 in result.external_ids, result.shortage, result.need_local) == (True, 3, 7)
+
+
+def test_one_aged_peer_may_fill_its_half() -> None:
+    result = plan([], crowd(40, aged=1, each=8), external_groups=8, rule="capped")
+    assert sum(i >= 320 for i in result.external_ids) == 4
+    assert len(result.external_ids) == 8
+
+
+def test_without_aged_peers_newcomers_have_all_of_j() -> None:
+    assert len(plan([], crowd(8, aged=0), external_groups=8, rule="capped").external_ids) == 8
+
+
+def test_an_aged_peer_without_usable_groups_holds_nothing_back() -> None:
+    old = group(1000, producer="old", aged=True, rewards=FLAT)
+    assert plan([], [*crowd(8, aged=0), old], external_groups=8, rule="capped").shortage == 0
+
+
+def test_peers_of_one_network_have_one_share() -> None:
+    sybils = [group(i, producer=f"sybil-{i}", source="8.8.8.0/24") for i in range(100)]
+    honest = [group(100 + i, producer=f"peer-{i % 4}", source=f"net-{i % 4}") for i in range(16)]
+    result = plan([], sybils + honest, external_groups=8, rule="capped")
+    assert (result.usable_peers, result.usable_sources, result.peer_cap) == (104, 5, 2)
+    assert len(result.external_ids) == 8
+    assert sum(i < 100 for i in result.external_ids) <= 2
+
+
+def test_the_papers_rule_asks_neither_for_networks_nor_for_age() -> None:
+    plain = [group(i, producer=f"peer-{i}") for i in range(40)]
+    told = [group(i, producer=f"peer-{i}", source="8.8.8.0/24", aged=i < 2) for i in range(40)]
+    assert plan([], plain, external_groups=8).external_ids == plan([], told, external_groups=8).external_ids

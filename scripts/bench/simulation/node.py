@@ -18,6 +18,7 @@ from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
 from sapo_node.inference.base import EngineStatus, SampledBatch, SamplingParams
 from sapo_node.monitor.metrics import RoundRecord
+from sapo_node.monitor.watch import Watch
 from sapo_node.rollouts.arrivals import Arrivals
 from sapo_node.rollouts.codec import Opened, encode_batch, open_batch
 from sapo_node.rollouts.pool import Pool
@@ -28,9 +29,10 @@ from sapo_node.swarm.peers import PeerBook
 from sapo_node.swarm.protocol import EPOCH_SECONDS, PROTO
 from sapo_node.tasks import mixture
 from sapo_node.tasks import reasoning_gym as gym
-from sapo_node.tasks.base import Judged, Question, TaskRefused, TaskSpec, question_sha256
+from sapo_node.tasks.base import Judged, Question, TaskRefused, TaskSpec, answer_digest, question_sha256
 from sapo_node.tasks.scoring import ScorerPool
-from sapo_node.training.base import StepResult, TrainGroup
+from sapo_node.training.base import StepResult, TextScore, TrainGroup
+from sapo_node.training.drift import score_texts
 from sapo_node.training.policy import load_policy
 from sapo_node.training.rounds import RoundEvents, Rounds
 from sapo_node.training.trainer import Trainer
@@ -87,9 +89,8 @@ class LocalScorers(ScorerPool):
         dataset = gym.open_dataset(spec.name, spec.config, seed)
         made = gym.entry(dataset, spec.name, seed)
         rewards = [gym.reward(dataset, spec.name, made, text) for text in texts]
-        judged = Judged(
-            question=Question(text=made["question"], sha256=question_sha256(made["question"])), rewards=rewards
-        )
+        question = Question(text=made["question"], sha256=question_sha256(made["question"]))
+        judged = Judged(question=question, rewards=rewards, truth=answer_digest(made["answer"]))
         if len(self._verdicts) >= KEPT_VERDICTS:
             self._verdicts.clear()
         self._verdicts[key] = judged
@@ -126,6 +127,10 @@ class LocalPolicy:
         """One optimiser step."""
         return self.trainer.step(groups)
 
+    async def score_texts(self) -> TextScore:
+        """How likely texts that are no task's are to it."""
+        return score_texts(self.trainer.policy)
+
     async def settled(self) -> None:
         """There is nothing to wait for."""
 
@@ -137,11 +142,19 @@ class Node:
     """One node of the swarm."""
 
     def __init__(
-        self, index: int, seed: int, config: NodeConfig, base: Path, pool: Pool, scorers: LocalScorers, clock: Clock
+        self,
+        index: int,
+        seed: int,
+        config: NodeConfig,
+        base: Path,
+        pool: Pool,
+        scorers: LocalScorers,
+        clock: Clock,
+        watch: Watch | None = None,
     ) -> None:
-        """`base` is the model's folder. All nodes share scorers and clock."""
+        """`base` is the model's folder. All nodes share scorers and clock. Without a `watch` no alarm acts."""
         self.index, self.seed = index, seed
-        self.pool = pool
+        self.pool, self.watch = pool, watch
         self._clock = clock
         self._swarm = config.swarm.name
         key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest())
@@ -154,10 +167,12 @@ class Node:
         self._record: RoundRecord | None = None
         policy: Any = self.policy  # which `Sampling` and `Rounds` take for a policy worker
         tasks = mixture.load(config.tasks)
-        sampling = Sampling(config, self.identity, tasks, scorers, policy, pool, self._draw_rng, self._publish, clock)
-        self.arrivals = Arrivals(config, self.identity, tasks, scorers, pool, PeerBook(), clock)
+        base_ = (config, self.identity, tasks, scorers)
+        sampling = Sampling(*base_, policy, pool, self._draw_rng, self._publish, clock, watch)
+        self.arrivals = Arrivals(*base_, pool, PeerBook(), clock, watch)
         events = RoundEvents(recorded=self._note, network=dict)
-        self._rounds = Rounds(config, policy, sampling, pool, self._choose_rng, asyncio.Event(), events, clock)
+        stop = asyncio.Event()
+        self._rounds = Rounds(config, policy, sampling, pool, self._choose_rng, stop, events, clock, watch=watch)
 
     async def draw(self, round: int) -> Opened | None:
         """Sample this round's groups; the batch of those it shares, as others receive it."""
@@ -194,4 +209,4 @@ class Node:
         self._outgoing += groups
 
     async def _note(self, record: RoundRecord) -> None:
-        self._record = record
+        self._record = record if self.watch is None else await self.watch.close(record, self.policy)

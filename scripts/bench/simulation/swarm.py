@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from sapo_node.evaluate import HeldOut, HeldOutQuestion
+from sapo_node.monitor.watch import Watch
 from sapo_node.rollouts.codec import Opened
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.verify import Verifier
@@ -132,9 +133,10 @@ class Swarm:
 
 @contextlib.asynccontextmanager
 async def swarm(
-    arm: Arm, base: Path, seed: int, lr: float, teacher: Path | None = None
+    arm: Arm, base: Path, seed: int, lr: float, teacher: Path | None = None, *, watched: bool = False
 ) -> AsyncIterator[tuple[Swarm, HeldOut, LocalScorers]]:
-    """A swarm at its start, and the held-out questions. All nodes begin as `base`, but the first one as `teacher`."""
+    """A swarm at its start, and the held-out questions. All nodes begin as `base`, but the first one as `teacher`.
+    Those that are `watched` have alarms, and act on them."""
     config = arm.config(base, lr)
     clock, scorers = Clock(), LocalScorers(config)
     tasks = mixture.load(config.tasks)
@@ -146,7 +148,8 @@ async def swarm(
             stack.push_async_callback(pool.close)
             start = teacher if teacher is not None and index == 0 else base
             own = arm.config(base, lr, index)
-            nodes.append(Node(index, seed, own, start, pool, scorers, clock))
+            watch = Watch(config.tasks.eval_every, clock=clock) if watched else None
+            nodes.append(Node(index, seed, own, start, pool, scorers, clock, watch))
         held = await HeldOut.prepare(config, tasks, scorers, LAST_QUESTIONS)
         verifier = Verifier(
             swarm=config.swarm.name,

@@ -1,0 +1,302 @@
+"""Alarms about what a policy learns: one answer that earns everywhere, a policy that collapses, one that drifts away.
+
+All three look at numbers that this node measured itself. They are pure state machines: numbers and times in, alarms
+that begin or end out; `watch.py` feeds them and does what follows from them. Their memory is bounded.
+
+- `RewardHack`: of a task's recent rewards more than half go to one answer, on questions whose own true answer is
+  another. Compared question by question, since a constant may be honest: "2" is a third of gcd's truths. Truths of
+  these questions must differ among themselves too, or an answer that is only written otherwise ("yes", "Yes.") would
+  pass for a hack.
+- `Collapse`: far fewer questions get any right answer than once did, or the policy has become sure of itself while it
+  earns less than it did.
+- `Drift`: fixed texts that belong to no task have become much less likely than at the start.
+
+What gets worse by chance is not alarming: a share must have fallen by NOISE standard errors of its window as well. Each
+alarm ends later than it began (hysteresis), so that none flickers.
+"""
+
+import math
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable
+from statistics import fmean
+from typing import Final, Literal
+
+from msgspec import Struct
+
+from sapo_node.monitor.text import clean
+
+# Reward hack.
+HACK_GROUPS: Final = 64  # rewarded groups of a task that are looked at: some rounds of one task
+HACK_ANSWERS: Final = 4  # of a group that are kept, those that earned most: one answer with half of all is among them
+HACK_SHARE: Final = 0.5  # of all rewards, above which one answer is alarming
+HACK_QUESTIONS: Final = 16  # distinct ones that it must have earned on: fewer may be luck
+HACK_OVER_SHARE: Final = 0.25  # below which it is over, seen over HACK_FRESH groups since it began
+HACK_FRESH: Final = 32
+HACK_SECONDS: Final = 1800.0  # after which it is looked at again with others' groups
+HACK_TASKS: Final = 256  # with a memory (40 kB each); the one that was quiet for longest is forgotten first
+SHOWN: Final = 40  # characters of an answer that are shown
+
+# Collapse.
+WINDOW: Final = 32  # rounds that a level is the mean of
+NOISE: Final = 4.0  # standard errors
+ANY_RIGHT_FELL: Final = 0.5  # of its best
+ANY_RIGHT_OVER: Final = 0.75
+ENTROPY_FELL: Final = 0.2  # of its start
+ENTROPY_OVER: Final = 0.3
+REWARD_FELL: Final = 0.8  # of its best
+REWARD_OVER: Final = 0.9
+
+# Drift.
+DRIFT_NATS: Final = 2.0  # a token below the start: a model that writes these texts half as well in bits, or worse
+DRIFT_OVER: Final = 0.75  # of that, below which it is over
+
+Kind = Literal["reward hack", "collapse", "drift"]
+
+
+class Alarm(Struct, frozen=True, kw_only=True):
+    """An alarm that begins, or one that is over."""
+
+    kind: Kind
+    subject: str  # the task of a reward hack, else empty
+    begins: bool
+    text: str  # a sentence for people
+
+
+class Earned(Struct, frozen=True, kw_only=True):
+    """What the answers of one group earned; a group without any reward has none."""
+
+    question: bytes  # its sha256
+    truth: bytes  # digest of its own true answer
+    total: float  # rewards of all its answers
+    answers: list[tuple[bytes, str, float]]  # digest, answer as it may be shown, its rewards; the HACK_ANSWERS best
+
+
+def earned(question: bytes, truth: bytes, answers: Iterable[tuple[bytes, str, float]]) -> Earned | None:
+    """From digest, text and reward of each answer of a group; None where nothing earned, or the truth is unknown."""
+    rewards: Counter[bytes] = Counter()
+    shown: dict[bytes, str] = {}
+    for digest, text, reward in answers:
+        if reward > 0:
+            rewards[digest] += reward  # type: ignore[assignment]  # graded rewards are fractions
+            shown[digest] = text
+    if not rewards or not truth:
+        return None
+    best = [(digest, clean(shown[digest], SHOWN), float(sum_)) for digest, sum_ in rewards.most_common(HACK_ANSWERS)]
+    return Earned(question=question, truth=truth, total=float(sum(rewards.values())), answers=best)
+
+
+class _Suspect(Struct, frozen=True):
+    """The answer that earns most on questions whose truth is another."""
+
+    digest: bytes
+    shown: str
+    share: float  # of all rewards
+    questions: int
+
+    @property
+    def alarming(self) -> bool:
+        return self.share > HACK_SHARE and self.questions >= HACK_QUESTIONS
+
+
+class _Hacked(Struct, frozen=True):
+    suspect: _Suspect
+    since: float
+
+
+class RewardHack:
+    """Looks for one answer that earns on questions of a task whatever their truth is."""
+
+    def __init__(self) -> None:
+        self._windows: dict[str, deque[Earned]] = {}
+        self._hacked: dict[str, _Hacked] = {}
+
+    @property
+    def tasks(self) -> list[str]:
+        """Tasks whose alarm lasts."""
+        return list(self._hacked)
+
+    def lasts(self, task: str) -> bool:
+        """Whether the alarm of a task lasts."""
+        return task in self._hacked
+
+    def add(self, task: str, group: Earned, now: float) -> list[Alarm]:
+        """One more rewarded group of a task, own or of others. `now` in seconds, of any clock."""
+        window = self._windows.pop(task, None) or deque(maxlen=HACK_GROUPS)
+        self._windows[task] = window  # the newest is the last
+        if len(self._windows) > HACK_TASKS:
+            quiet = next(iter(self._windows))
+            del self._windows[quiet]
+            self._hacked.pop(quiet, None)
+        window.append(group)
+        hacked = self._hacked.get(task)
+        if hacked is None:
+            suspect = _suspect(window)
+            if suspect is None or not suspect.alarming:
+                return []
+            self._hacked[task] = _Hacked(suspect, now)
+            window.clear()  # whether it is over is told by what comes from now on
+            return [self._told(task, suspect, begins=True)]
+        share = _share(window, hacked.suspect.digest)
+        if len(window) >= HACK_FRESH and share < HACK_OVER_SHARE:
+            return [self._end(task, f"its share of the rewards is now {share:.0%}")]
+        return []
+
+    def look_again(self, now: float) -> list[Alarm]:
+        """End alarms that have lasted for HACK_SECONDS: with others' groups a hack that goes on is seen again."""
+        old = [task for task, hacked in self._hacked.items() if now - hacked.since >= HACK_SECONDS]
+        return [self._end(task, "others' groups of the task are looked at again") for task in old]
+
+    def _end(self, task: str, why: str) -> Alarm:
+        suspect = self._hacked.pop(task).suspect
+        self._windows[task].clear()
+        return self._told(task, suspect, begins=False, why=why)
+
+    def _told(self, task: str, suspect: _Suspect, *, begins: bool, why: str = "") -> Alarm:
+        if begins:
+            text = (
+                f"reward hack in {task}: {suspect.share:.0%} of its rewards, over {suspect.questions} questions, went "
+                f'to the one answer "{suspect.shown}", which is not their true answer. Others\' groups of the task are '
+                "left aside for a while; take it out of tasks.mixture if its scorer pays for that answer"
+            )
+        else:
+            text = f'the alarm about "{suspect.shown}" in {task} is over: {why}'
+        return Alarm(kind="reward hack", subject=task, begins=begins, text=text)
+
+
+def _share(window: Iterable[Earned], answer: bytes) -> float:
+    """Of all rewards in a window, what an answer earned where it is not the truth."""
+    groups = list(window)
+    won = sum(reward for group in groups for digest, _, reward in group.answers if digest == answer != group.truth)
+    return won / sum(group.total for group in groups)
+
+
+def _suspect(window: Iterable[Earned]) -> _Suspect | None:
+    groups = list(window)
+    won: defaultdict[bytes, float] = defaultdict(float)
+    shown: dict[bytes, str] = {}
+    truths: defaultdict[bytes, dict[bytes, bytes]] = defaultdict(dict)  # by answer: question to its truth
+    for group in groups:
+        for digest, text, reward in group.answers:
+            if digest != group.truth:
+                won[digest] += reward
+                shown[digest] = text
+                truths[digest][group.question] = group.truth
+    for digest in won:
+        if max(Counter(truths[digest].values()).values()) > len(truths[digest]) / 2:
+            won[digest] = 0.0  # one truth, written otherwise
+    if not won:
+        return None
+    best = max(won, key=won.__getitem__)
+    return _Suspect(best, shown[best], won[best] / sum(group.total for group in groups), len(truths[best]))
+
+
+class Levels(Struct, frozen=True, kw_only=True):
+    """What a round's own groups say about the policy that sampled them."""
+
+    groups: int
+    any_right: float  # share of the groups with any right answer
+    reward: float  # mean over all completions, 0 to 1
+    entropy: float | None  # nats a token; None: the engine told no log-probs
+
+
+class Fallen(Struct, kw_only=True):
+    """What `Collapse` remembers beside its window; it survives a restart."""
+
+    best_any_right: float = 0.0
+    best_reward: float = 0.0
+    start_entropy: float | None = None
+    lasts: bool = False
+
+
+class Collapse:
+    """Compares the last WINDOW rounds with the best ones before, and with the first ones."""
+
+    def __init__(self, memory: Fallen | None = None) -> None:
+        self.memory = memory or Fallen()
+        self._window: deque[Levels] = deque(maxlen=WINDOW)
+
+    def add(self, levels: Levels) -> list[Alarm]:
+        """One more round with own groups."""
+        self._window.append(levels)
+        if len(self._window) < WINDOW:
+            return []
+        groups = sum(one.groups for one in self._window)
+        any_right = sum(one.any_right * one.groups for one in self._window) / groups
+        reward = sum(one.reward * one.groups for one in self._window) / groups
+        entropies = [one.entropy for one in self._window if one.entropy is not None]
+        entropy = fmean(entropies) if entropies else None
+        memory = self.memory
+        if memory.start_entropy is None:
+            memory.start_entropy = entropy
+        memory.best_any_right = max(memory.best_any_right, any_right)
+        memory.best_reward = max(memory.best_reward, reward)
+
+        def fell(now: float, best: float, part: float) -> bool:
+            noise = 0.0 if memory.lasts else NOISE * math.sqrt(best * (1 - best) / groups)
+            return now < part * best and best - now > noise
+
+        lasts = memory.lasts
+        wrong = fell(any_right, memory.best_any_right, ANY_RIGHT_OVER if lasts else ANY_RIGHT_FELL)
+        sure = (
+            entropy is not None
+            and memory.start_entropy is not None
+            and entropy < (ENTROPY_OVER if lasts else ENTROPY_FELL) * memory.start_entropy
+            and fell(reward, memory.best_reward, REWARD_OVER if lasts else REWARD_FELL)
+        )
+        if (wrong or sure) == lasts:
+            return []
+        memory.lasts = not lasts
+        numbers = (
+            f"a right answer to {any_right:.0%} of its questions (best {memory.best_any_right:.0%}), a mean reward of "
+            f"{reward:.3f} (best {memory.best_reward:.3f})"
+        )
+        if entropy is not None and memory.start_entropy is not None:
+            numbers += f", {entropy:.3f} nats of entropy a token (at the start {memory.start_entropy:.3f})"
+        return [Alarm(kind="collapse", subject="", begins=memory.lasts, text=_collapse_text(memory.lasts, numbers))]
+
+
+def _collapse_text(begins: bool, numbers: str) -> str:
+    if begins:
+        return (
+            f"the policy seems to collapse: over {WINDOW} rounds it had {numbers}. J is halved until it has recovered; "
+            "if it does not, lower training.lr or go back to an older checkpoint"
+        )
+    return f"the policy has recovered: {numbers}"
+
+
+class Strayed(Struct, kw_only=True):
+    """What `Drift` remembers; it survives a restart."""
+
+    start: float | None = None  # nats a token
+    lasts: bool = False
+
+
+class Drift:
+    """Compares the log-prob of fixed texts with that of the first measurement.
+
+    A model that gave them less than chance at the start does not know such texts (the embedded ones know tasks only);
+    how far below chance they lie is then an accident that moves as far in honest training, so it is allowed on top.
+    """
+
+    def __init__(self, memory: Strayed | None = None) -> None:
+        self.memory = memory or Strayed()
+
+    def add(self, logprob: float, chance: float) -> list[Alarm]:
+        """One more measurement: mean log-prob a token, and what it were if all tokens were equally likely."""
+        memory = self.memory
+        if memory.start is None:
+            memory.start = logprob
+        limit = (DRIFT_NATS + max(0.0, chance - memory.start)) * (DRIFT_OVER if memory.lasts else 1.0)
+        fell = memory.start - logprob
+        if (fell > limit) == memory.lasts:
+            return []
+        memory.lasts = not memory.lasts
+        numbers = f"{logprob:.2f} nats a token, {memory.start:.2f} at the start"
+        text = (
+            f"the policy drifts: plain texts that belong to no task have become much less likely to it ({numbers}). It "
+            "shares no groups until it is back; go back to an older checkpoint, or lower training.lr or set "
+            "training.kl_coef"
+            if memory.lasts
+            else f"the policy is back near its start ({numbers}); its groups are shared again"
+        )
+        return [Alarm(kind="drift", subject="", begins=memory.lasts, text=text)]

@@ -1,0 +1,212 @@
+"""What the alarms see of a running node, and what the node does about them.
+
+Every own group passes `own`, every one of others that was verified `external`; a round's end is told by `close`, with
+the record of the round, which gets its numbers on the policy here. While an alarm lasts, `bars` (others' groups of a
+task are left aside), `limit` (J is halved) and `shares` (own groups are not published) say what follows.
+
+A checkpoint keeps the levels that later ones are compared with. The windows start anew with the process: a reward hack
+is seen again within some rounds.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import msgspec
+import structlog
+from msgspec import Struct, structs
+
+from sapo_node.config import TrainingSection
+from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Fallen, Levels, RewardHack, Strayed, earned
+from sapo_node.monitor.metrics import RoundRecord
+from sapo_node.rollouts.pool import NewGroup
+from sapo_node.tasks.base import answer_digest, extract_answer
+from sapo_node.training.base import TextScore
+from sapo_node.training.supervised import PolicyLost
+from sapo_node.workers import WorkerError
+
+log = structlog.get_logger(__name__)
+
+REMEMBERED_TEXTS: Final = 4096  # own completions with which later ones are compared, 0.5 MB; the oldest go first
+MEASURE_EVERY: Final = 20  # rounds between two looks at the fixed texts where `tasks.eval_every` is 0
+
+
+class Scorable(Protocol):
+    """What is needed of the policy."""
+
+    async def score_texts(self) -> TextScore:
+        """How likely the fixed texts are to it. May raise PolicyLost or WorkerError."""
+        ...
+
+
+class _Sums(Struct):
+    """Of own groups since the last round."""
+
+    groups: int = 0
+    any_right: int = 0
+    completions: int = 0
+    repeated: int = 0
+    rewards: float = 0.0  # means of groups, added up
+    tokens: int = 0
+    surprise: float = 0.0  # -log-prob of these tokens when they were sampled
+
+
+class Memory(Struct, kw_only=True):
+    """What a checkpoint keeps."""
+
+    collapse: Fallen
+    drift: Strayed
+
+
+class Watch:
+    """The alarms of one node."""
+
+    def __init__(
+        self,
+        measure_every: int = 0,
+        began: Callable[[str], None] = lambda text: None,
+        ended: Callable[[str], None] = lambda text: None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`measure_every` counts rounds; 0: MEASURE_EVERY. `began` and `ended` are told the sentence of an alarm."""
+        self._every = measure_every or MEASURE_EVERY
+        self._began, self._ended, self._clock = began, ended, clock
+        self._hack, self._collapse, self._drift = RewardHack(), Collapse(), Drift()
+        self._lasting: dict[tuple[str, str], str] = {}  # kind and subject to its sentence
+        self._sums = _Sums()
+        self._texts: dict[int, None] = {}  # hashes, the oldest first
+        self._newest: dict[str, float | None] = {}
+
+    # -- what it is shown ---------------------------------------------------------------------------------------------
+
+    def own(self, groups: Sequence[NewGroup]) -> None:
+        """Groups that this node sampled and judged."""
+        for group in groups:
+            self._answers(group)
+            sums, texts = self._sums, [hash(completion.text) for completion in group.completions]
+            sums.groups += 1
+            sums.any_right += any(reward > 0 for reward in group.rewards)
+            sums.rewards += sum(group.rewards) / max(1, len(group.rewards))
+            sums.completions += len(texts)
+            sums.repeated += sum(text in self._texts for text in texts)
+            for text in texts:
+                self._texts.pop(text, None)
+                self._texts[text] = None
+            while len(self._texts) > REMEMBERED_TEXTS:
+                del self._texts[next(iter(self._texts))]
+            for completion in group.completions:
+                if completion.logprobs is not None:
+                    sums.tokens += len(completion.logprobs)
+                    sums.surprise -= sum(completion.logprobs)
+
+    def external(self, groups: Sequence[NewGroup]) -> None:
+        """Groups of others that were verified and judged here."""
+        for group in groups:
+            self._answers(group)
+
+    def _answers(self, group: NewGroup) -> None:
+        rewarded = [
+            (extract_answer(completion.text), reward)
+            for completion, reward in zip(group.completions, group.rewards, strict=True)
+            if reward > 0
+        ]
+        answers = [(answer_digest(text), text, reward) for text, reward in rewarded]
+        found = earned(group.question_sha256, group.truth, answers)
+        if found is not None:
+            self._tell(self._hack.add(group.task.name, found, self._clock()))
+
+    async def close(self, record: RoundRecord, policy: Scorable) -> RoundRecord:
+        """A round is over: its record with the numbers on the policy. Looks at the fixed texts every some rounds."""
+        self._tell(self._hack.look_again(self._clock()))
+        sums, self._sums = self._sums, _Sums()
+        entropy = sums.surprise / sums.tokens if sums.tokens else None
+        numbers: dict[str, float | None] = {}
+        if sums.groups:
+            any_right, reward = sums.any_right / sums.groups, sums.rewards / sums.groups
+            levels = Levels(groups=sums.groups, any_right=any_right, reward=reward, entropy=entropy)
+            self._tell(self._collapse.add(levels))
+            numbers = {
+                "entropy_sampled": entropy,
+                "any_right": any_right,
+                "repeated": sums.repeated / max(1, sums.completions),
+            }
+        self._newest |= numbers
+        if record.round % self._every == 0:
+            numbers["text_logprob"] = await self.measure(policy)
+        return structs.replace(record, **numbers)
+
+    async def measure(self, policy: Scorable) -> float | None:
+        """Look at the fixed texts: their mean log-prob a token, None where the policy was lost. The first look of a
+        node's life is what later ones are compared with."""
+        try:
+            score = await policy.score_texts()
+        except (PolicyLost, WorkerError) as error:
+            log.warning("how far the policy has drifted could not be measured this time", reason=str(error))
+            return None
+        if not score.tokens:
+            return None
+        self._newest["text_logprob"] = score.mean_logprob
+        self._tell(self._drift.add(score.mean_logprob, score.chance))
+        return score.mean_logprob
+
+    def _tell(self, alarms: Sequence[Alarm]) -> None:
+        for alarm in alarms:
+            key = (alarm.kind, alarm.subject)
+            if alarm.begins:
+                self._lasting[key] = alarm.text
+                log.warning(alarm.text)
+                self._began(alarm.text)
+            else:
+                self._lasting.pop(key, None)
+                log.info(alarm.text)
+                self._ended(alarm.text)
+
+    # -- what follows -------------------------------------------------------------------------------------------------
+
+    def bars(self, task: str) -> bool:
+        """Whether others' groups of a task are left aside."""
+        return self._hack.lasts(task)
+
+    def limit(self, training: TrainingSection) -> TrainingSection:
+        """The settings of a round: as they are, or with half of J while the policy seems to collapse."""
+        if not self._collapse.memory.lasts:
+            return training
+        least = 0 if training.local_groups else 1  # there is something to train on
+        return training.model_copy(update={"external_groups": max(least, training.external_groups // 2)})
+
+    @property
+    def shares(self) -> bool:
+        """Whether own groups are published."""
+        return not self._drift.memory.lasts
+
+    # -- what people and checkpoints are told -------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """NodeStatus' fields on the policy."""
+        return {**self._newest, "text_logprob_start": self._drift.memory.start, "alarms": list(self._lasting.values())}
+
+    def memory(self) -> dict[str, Any]:
+        """Plain values for a checkpoint."""
+        memory = Memory(collapse=self._collapse.memory, drift=self._drift.memory)
+        values: dict[str, Any] = msgspec.to_builtins(memory)
+        return values
+
+    def restore(self, values: Mapping[str, Any] | None) -> None:
+        """Go on from `memory`; None: from a checkpoint that has none, so levels are compared with the next ones."""
+        if values is None:
+            return
+        memory = msgspec.convert(values, Memory)
+        self._collapse, self._drift = Collapse(memory.collapse), Drift(memory.drift)
+        for kind, lasts in (("collapse", memory.collapse.lasts), ("drift", memory.drift.lasts)):
+            if lasts:
+                self._lasting[kind, ""] = f"the alarm about {kind} goes on from before the restart"
+
+
+class Unwatched(Watch):
+    """No alarms: it looks at nothing, so nothing follows."""
+
+    def own(self, groups: Sequence[NewGroup]) -> None:
+        """Not looked at."""
+
+    def external(self, groups: Sequence[NewGroup]) -> None:
+        """Not looked at."""

@@ -1,0 +1,224 @@
+"""What a node takes from its swarm: how much of it and of whom, under which licences, and how it rids itself of it."""
+
+import asyncio
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sapo_node.config import NodeConfig
+from sapo_node.identity import Identity
+from sapo_node.rollouts.arrivals import STOCK_ROUNDS, Arrivals
+from sapo_node.rollouts.codec import Opened
+from sapo_node.rollouts.pool import NewGroup, Pool
+from sapo_node.rollouts.schema import Batch, Completion, Group, ModelCard, TaskRef
+from sapo_node.rollouts.verify import Reason, Verified
+from sapo_node.swarm.exchange import Received
+from sapo_node.swarm.peers import AGED_SECONDS, PeerBook
+from sapo_node.swarm.protocol import epoch_of
+from sapo_node.tasks import mixture
+from sapo_node.training.base import TrainCompletion
+
+NOW = time.time()
+CAPPED = {"training": {"rule": "capped", "external_groups": 4}}
+
+
+def task(index: int) -> TaskRef:
+    return TaskRef(
+        source="reasoning_gym",
+        version="1",
+        name="gcd",
+        config_hash=bytes(32),
+        config={},
+        epoch=epoch_of(NOW),
+        index=index,
+    )
+
+
+def usable(index: int) -> NewGroup:
+    """A verified group with an advantage."""
+    return NewGroup(
+        task=task(index),
+        question=f"question {index}",
+        question_sha256=index.to_bytes(32, "big"),
+        completions=[TrainCompletion(text=str(i), finish="stop") for i in range(2)],
+        rewards=[1.0, 0.0],
+        sampled_at=NOW,
+        policy_version=0,
+        first_drawn=False,
+    )
+
+
+def received(producer: str, licence: str = "apache-2.0", groups: int = 2) -> Received:
+    answers = [Completion(text="1", finish="stop", n_tokens=1)] * 2
+    batch = Batch(
+        proto=1,
+        swarm="test",
+        peer_id=producer,
+        seq=1,
+        created_at=NOW,
+        model=ModelCard(name="tiny", params=1, licence=licence, tokenizer_sha256=bytes(32)),
+        groups=[
+            Group(task=task(i), question_sha256=bytes(32), completions=answers, sampled_at=NOW, policy_version=0)
+            for i in range(groups)
+        ],
+    )
+    content_id = f"{producer} {licence}".encode().ljust(32)
+    return Received(Opened(bytes(32), content_id, batch), 1000, producer, "dht", 0.1)
+
+
+class ToyVerifier:
+    """Accepts everything; `meanwhile` is called first."""
+
+    def __init__(self) -> None:
+        self.meanwhile: Any = lambda: None
+        self.asked = 0
+
+    async def verify(self, opened: Opened, now: float) -> Verified:
+        self.meanwhile()
+        self.asked += 1
+        groups = [usable(100 * self.asked + i) for i in range(len(opened.batch.groups))]
+        reasons = [Reason.ACCEPTED] * len(groups)
+        return Verified(producer=opened.batch.peer_id, content_id=opened.content_id, reasons=reasons, groups=groups)
+
+
+class Node:
+    """The receiving side with a real pool and book."""
+
+    def __init__(self, runner: asyncio.Runner, folder: Path, settings: dict[str, Any]) -> None:
+        config = NodeConfig.model_validate(settings)
+        self.runner, self.book = runner, PeerBook()
+        self.pool = runner.run(Pool.open(folder / "pool.sqlite", config.rollouts))
+        identity, tasks = Identity.create(folder / "key"), mixture.load(config.tasks)
+        self.arrivals = Arrivals(config, identity, tasks, None, self.pool, self.book, lambda: NOW)  # type: ignore[arg-type]
+        self.verifier = ToyVerifier()
+        self.arrivals._verifier = self.verifier  # type: ignore[assignment]
+
+    def stock(self, producer: str, groups: int, start: int) -> None:
+        new = [usable(start + i) for i in range(groups)]
+        self.runner.run(self.pool.add_external(producer, f"{producer}{start}".encode().ljust(32), new, NOW))
+
+    def look(self) -> int:
+        self.runner.run(self.arrivals.count_stock())
+        return self.arrivals.want()
+
+    def producers(self) -> list[str]:
+        return sorted({c.producer for c in self.runner.run(self.pool.external_candidates(NOW))})
+
+    def take(self, *batches: Received) -> None:
+        for batch in batches:
+            self.runner.run(self.arrivals.take(batch))
+
+    def age(self, peer_id: str) -> None:
+        for at in (NOW - AGED_SECONDS, NOW):
+            self.book.accepted(peer_id, groups=1, usable=0, now=at)
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Any]:
+    with asyncio.Runner() as runner:
+        nodes: list[Node] = []
+
+        def build(**settings: Any) -> Node:
+            nodes.append(Node(runner, tmp_path, settings))
+            return nodes[-1]
+
+        yield build
+        for node in nodes:
+            runner.run(node.pool.close())
+
+
+def test_half_of_the_stock_is_kept_for_aged_peers_while_there_are_any(make: Any) -> None:
+    node = make(**CAPPED)
+    node.age("old")
+    target = STOCK_ROUNDS * 4
+    node.stock("sybil", target, 0)
+    assert node.look() == target // 2
+    assert node.book.wanted("old", NOW)
+    assert not node.book.wanted("sybil", NOW)
+    node.stock("old", target // 2, 1000)
+    assert node.look() == 0
+    assert not node.book.wanted("old", NOW)
+
+
+def test_without_aged_peers_newcomers_fill_the_stock(make: Any) -> None:
+    node = make(**CAPPED)
+    node.stock("new", 20, 0)
+    assert node.look() == STOCK_ROUNDS * 4 - 20
+    assert node.book.wanted("new", NOW)
+
+
+def test_an_aged_peer_that_is_gone_holds_nothing_back(make: Any) -> None:
+    node = make(**CAPPED)
+    for at in (NOW - 3 * AGED_SECONDS, NOW - 2 * AGED_SECONDS):
+        node.book.saw("old", (), at)
+        node.book.accepted("old", groups=1, usable=0, now=at)
+    node.stock("new", 20, 0)
+    assert node.look() == STOCK_ROUNDS * 4 - 20
+
+
+def test_the_papers_rule_fetches_from_everybody_alike(make: Any) -> None:
+    node = make()
+    node.age("old")
+    node.stock("new", 20, 0)
+    assert node.look() == STOCK_ROUNDS * 4 - 20
+    assert node.book.wanted("new", NOW)
+
+
+def test_groups_under_licences_that_are_not_accepted_are_left_out_without_blame(make: Any) -> None:
+    node = make(swarm={"accept_licences": ["Apache-2.0"]})
+    node.take(received("a", "cc-by-nc-4.0"), received("b", "APACHE-2.0 "))
+    assert node.producers() == ["b"]
+    assert node.arrivals.reasons[Reason.LICENCE] == node.arrivals.counts["ignore"] == 2
+    assert node.book.score("a", NOW) == 0.0
+    assert node.book.get("a").reasons["ignored: licence not accepted"].count == 2
+    assert node.verifier.asked == 1, "what is left out costs no scorer"
+    node.take(received("a", "cc-by-nc-4.0"))
+    assert node.arrivals.reasons[Reason.LICENCE] == 2, "it is known, and not looked at again"
+
+
+def test_without_a_list_every_licence_is_taken(make: Any) -> None:
+    node = make()
+    node.take(received("a", "unknown"))
+    assert node.producers() == ["a"]
+
+
+def test_what_is_being_verified_when_its_sender_is_denied_goes_nowhere(make: Any) -> None:
+    node = make()
+
+    def deny() -> None:
+        node.book.denied = frozenset({"a"})
+
+    node.verifier.meanwhile = deny
+    node.take(received("a"))
+    assert node.producers() == []
+
+
+def test_a_purge_removes_a_peers_groups_and_no_others(make: Any) -> None:
+    node = make()
+    node.stock("bad", 3, 0)
+    node.stock("good", 3, 100)
+    node.book.purge_until = {"bad": NOW}
+    node.runner.run(node.arrivals.purge())
+    assert node.producers() == ["good"]
+
+
+def test_a_purge_spares_what_comes_after_it(make: Any) -> None:
+    node = make()
+    node.stock("forgiven", 3, 0)
+    node.book.purge_until = {"forgiven": NOW - 1}
+    node.runner.run(node.arrivals.purge())
+    assert node.producers() == ["forgiven"]
+
+
+def test_the_book_knows_why(make: Any) -> None:
+    node = make()
+    node.take(received("a"), received("a"))
+    record = node.book.get("a")
+    assert {reason: tally.count for reason, tally in record.reasons.items()} == {
+        "accepted": 2,
+        "usable": 2,
+        "ignored: duplicate": 2,
+    }
