@@ -355,7 +355,7 @@ class Worker:
                 self._handle(decoder.decode(await reader.readexactly(size)))
         except (asyncio.IncompleteReadError, ConnectionError):
             await self._tell_death()
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             await self._kill(WorkerDied(f"the {self.name} worker sent a damaged frame ({error})"))
 
     def _handle(self, message: Ready | Beat | Result | Failure) -> None:

@@ -179,6 +179,11 @@ class Watch:
         """Whether own groups are published."""
         return not self._drift.memory.lasts
 
+    @property
+    def lasting(self) -> list[tuple[str, str]]:
+        """Kind and subject (the task of a reward hack) of the alarms that last."""
+        return list(self._lasting)
+
     # -- what people and checkpoints are told -------------------------------------------------------------------------
 
     def status(self) -> dict[str, Any]:

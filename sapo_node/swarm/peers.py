@@ -391,7 +391,7 @@ def load_peers(path: Path) -> tuple[list[PeerRecord], str | None]:
             raise ValueError(f"it has version {content.version}, this program reads version 1")
     except FileNotFoundError:
         return [], None
-    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, but for deep nesting
         return [], f"{path}: the peers of earlier runs are not used: {error}. The file will be written anew."
     for record in content.peers:
         record.addresses = [address for address in record.addresses if is_multiaddr(address)][:MAX_SAVED_ADDRESSES]

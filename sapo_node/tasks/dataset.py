@@ -96,6 +96,8 @@ def _row(line: bytes, decoder: msgspec.json.Decoder[_Line], verifier: Verifier) 
         read = decoder.decode(line)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 ({error.reason}); save the file as UTF-8") from error
+    except RecursionError as error:
+        raise ValueError("nested too deeply; a line is one flat JSON object") from error
     except msgspec.ValidationError as error:
         raise ValueError(f'{error}; a line is {{"question": "...", "answer": "..."}}') from error
     except msgspec.DecodeError as error:

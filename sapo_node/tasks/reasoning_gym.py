@@ -24,6 +24,9 @@ _KEPT = 16
 _MAX_ANSWER_CHARS = 16 * 1024
 
 _ARITHMETIC = re.compile(r"[0-9+\-*/(). ]{1,500}")
+_FRACTION = re.compile(
+    r"\$?\s*(\\d?frac\s*\{\s*[0-9]{1,18}\s*\}\s*\{\s*[0-9]{1,18}\s*\}|[0-9]{1,18}\s*/\s*[0-9]{1,18})\s*\$?"
+)
 _NO_FORMULA = re.compile(r"[A-Z] *[A-Z]|(¬ *){4}")  # a name of letters, or pointless negation, the slowest to read
 _OPERATOR = re.compile(r"[∧∨¬→↔]")
 
@@ -112,11 +115,16 @@ def _is_truth_in_any_case(answer: str, made: Mapping[str, Any]) -> bool:
     return bool(answer.lower() == made["answer"].lower())
 
 
+def _is_fraction(answer: str, _: Mapping[str, Any]) -> bool:
+    return _FRACTION.fullmatch(answer.strip()) is not None
+
+
 # What an answer must be before the library's scorer sees it.
 _MUST_FIT: dict[str, Callable[[str, Mapping[str, Any]], bool]] = {
     "binary_matrix": _is_truth,  # evaluates any other text, and for part marks only
     "countdown": _is_arithmetic,  # evaluates the text
     "complex_arithmetic": _is_without_nan,  # takes nan for right: min(1.0, nan) is 1.0
+    "fraction_simplification": _is_fraction,  # reads the beginning of the text and stops
     "number_sorting": _is_without_nan,  # takes [NaN, NaN, NaN] for right: NaN is neither unsorted nor far off
     "spell_backward": _is_truth_in_any_case,  # adds up 1/length for each letter: more than 1 for some longer answers
     # tries 2^k assignments, where k counts whatever names the text holds; reads it with the square of its length

@@ -163,9 +163,6 @@ def test_bytes_of_another_kind_of_file(tmp_path: Path) -> None:
             codec.open_announcement(data + bytes(200), SWARM)
 
 
-@pytest.mark.xfail(
-    strict=True, raises=RecursionError, reason="swarm/peers.py: load_peers does not catch RecursionError"
-)
 def test_a_deep_peers_file_does_not_end_the_start(tmp_path: Path) -> None:
     """Hope: a peers.json that was passed on, nested a few thousand times, keeps a node from starting."""
     from sapo_node.swarm.peers import load_peers
@@ -175,7 +172,6 @@ def test_a_deep_peers_file_does_not_end_the_start(tmp_path: Path) -> None:
     assert load_peers(path)[0] == []
 
 
-@pytest.mark.xfail(strict=True, raises=RecursionError, reason="tasks/dataset.py: load does not catch RecursionError")
 def test_a_deep_row_of_a_data_set_is_told_with_its_line(tmp_path: Path) -> None:
     """Hope: a data set from the internet ends the node with a traceback instead of its line."""
     from sapo_node.tasks.dataset import DatasetError, load

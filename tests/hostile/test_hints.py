@@ -99,7 +99,6 @@ def test_the_same_hint_again_and_again_is_opened_once(
     assert opened.count == 1
 
 
-@pytest.mark.xfail(strict=True, reason="swarm/exchange.py: hints are limited for each sender, and not in total")
 def test_hints_of_a_thousand_free_identities_are_limited_in_total(
     exchange: Exchange, sender: Identity, monkeypatch: pytest.MonkeyPatch
 ) -> None:

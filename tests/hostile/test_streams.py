@@ -196,7 +196,6 @@ def test_asking_for_ever_is_slowed_to_a_few_a_second() -> None:
     assert granted <= BURST + 4 * 60
 
 
-@pytest.mark.xfail(strict=True, reason="swarm/fetch.py: the rate is bounded for each peer, and not in total")
 def test_a_thousand_identities_are_served_no_more_than_a_link_bears() -> None:
     """Hope: each free identity brings a burst of its own: 16 MiB for each key, out of the victim's link."""
     rate: Any = RateLimit()

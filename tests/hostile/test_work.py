@@ -220,7 +220,6 @@ def test_64_kib_of_answers_hoping_that_one_matches(gym: Any, name: str) -> None:
         assert paid == []
 
 
-@pytest.mark.xfail(strict=True, reason="tasks/reasoning_gym.py: the library reads the beginning of a fraction only")
 @pytest.mark.parametrize("tail", [" or 1/2", "x", "\nand whatever else", "$\\frac{1}{2}$"])
 def test_a_right_fraction_with_something_behind_it_is_no_answer(gym: Any, tail: str) -> None:
     """Hope: babble behind the answer is rewarded too, and spreads through the swarm."""

@@ -164,7 +164,7 @@ class Node:
         self._draw_rng, self._choose_rng = random.Random(), random.Random()
         self._outgoing: list[Group] = []
         self._drawn: SampledGroups | None = None
-        self._record: RoundRecord | None = None
+        self.record: RoundRecord | None = None
         policy: Any = self.policy  # which `Sampling` and `Rounds` take for a policy worker
         tasks = mixture.load(config.tasks)
         base_ = (config, self.identity, tasks, scorers)
@@ -202,11 +202,11 @@ class Node:
         """The round's step."""
         assert self._drawn is not None
         await self._rounds.take(self._drawn)
-        assert self._record is not None
-        return self._record
+        assert self.record is not None
+        return self.record
 
     async def _publish(self, groups: list[Group]) -> None:
         self._outgoing += groups
 
     async def _note(self, record: RoundRecord) -> None:
-        self._record = record if self.watch is None else await self.watch.close(record, self.policy)
+        self.record = record if self.watch is None else await self.watch.close(record, self.policy)
