@@ -24,6 +24,7 @@ MAX_NUMBERS: Final = 1 << 48  # in one tensor: 1 PB
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 HEADS: Final = ("lm_head.weight", "embed_out.weight")  # output layers as architectures call them
+ADAPTER: Final = "adapter_config.json"
 TOKENIZERS: Final = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 
 NAMES: Final = {
@@ -141,6 +142,8 @@ def missing(model: str) -> str | None:
         )
     if not (path / "config.json").is_file():
         return f"{path} is no model folder: it has no config.json"
+    if adapter := adapter_beside(path):
+        return adapter
     try:
         read_shape(path)
     except DamagedModel as error:
@@ -154,9 +157,19 @@ def missing(model: str) -> str | None:
     return None
 
 
+def adapter_beside(folder: Path) -> str | None:
+    """Why a model folder with an adapter's settings is refused, None where there are none."""
+    if not os.path.lexists(folder / ADAPTER):
+        return None
+    return (
+        f"{folder} holds {ADAPTER}: loading it would fetch whatever model that names, and put adapters into it. Merge "
+        "the adapter into its model where you trust both, or remove the file if this folder is the whole model"
+    )
+
+
 def read_shape(folder: Path) -> ModelShape:
     """The sizes of the model in `folder`. Raises UnknownShape; where files are broken, DamagedModel."""
-    config = _json(folder / "config.json")
+    config = read_json(folder / "config.json")
     inner = config.get("text_config")
     config = {**config, **inner} if isinstance(inner, dict) else config
     sizes = {key: _size(config, names) for key, names in NAMES.items()}
@@ -277,7 +290,7 @@ def _files(folder: Path) -> list[Path]:
         file = folder / INDEX
         if not os.path.lexists(file):
             return []
-        index = _json(file).get("weight_map")
+        index = read_json(file).get("weight_map")
         names = list(index.values()) if isinstance(index, dict) else []
         if not names or any(not isinstance(name, str) or name != Path(name).name for name in names):
             raise DamagedModel(f"{file} does not name the weight files beside it")
@@ -285,8 +298,8 @@ def _files(folder: Path) -> list[Path]:
     return files if all(map(os.path.exists, files)) else []
 
 
-def _json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises DamagedModel."""
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file, of which MAX_JSON_BYTES are read. Raises DamagedModel."""
     try:
         if not file.is_file():
             raise DamagedModel(f"{file} is missing, or no regular file")

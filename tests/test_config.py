@@ -350,7 +350,7 @@ def test_every_commented_setting_of_node_yaml_shows_the_default(tmp_path: Path) 
     assert given(open_text).config == given(text).config
     shown = {(path[0], path[1]) for path in config_yaml.parse(open_text).values if len(path) == 2}
     defaults = NodeConfig().model_copy(update={"node": given("").config.node}).dump()
-    chosen = {("tasks", "mixture"), ("training", "licence")}  # a new user's choices, not defaults
+    chosen = {("tasks", "mixture"), ("training", "licence"), ("training", "rule")}  # a new user's choices, not defaults
     for section, name in shown - chosen:
         assert given(open_text).config.dump()[section][name] == defaults[section][name], f"{section}.{name}"
 

@@ -95,7 +95,7 @@ def read_state(path: Path) -> State:
             return State(**{name: values[name] for name in State.__struct_fields__})
     except FileNotFoundError:
         raise CheckpointError(f"{path} is no checkpoint: it has no {STATE_FILE}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is damaged ({type(error).__name__}: {error}); remove {path} to go on from an older checkpoint"
         ) from error

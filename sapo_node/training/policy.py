@@ -24,6 +24,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 import sapo_node
+from sapo_node.model_shape import DamagedModel, adapter_beside, read_json
+from sapo_node.monitor.text import clean
 from sapo_node.training import attention
 from sapo_node.training.encoding import Encoder
 from sapo_node.training.logprobs import log_softmax, token_logprobs
@@ -110,7 +112,7 @@ def make_policy(name: str, model: Any, tokenizer: Any, system_prompt: str = "") 
     stop_ids = _stop_ids(model, tokenizer, name)
     try:
         encoder = Encoder(tokenizer, stop_ids[0], system_prompt)
-    except (ValueError, TemplateError) as error:
+    except (ValueError, TemplateError, RecursionError) as error:
         raise Refused(f"training.model: the chat template of {name} cannot be used: {error}") from error
     rows = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > rows:
@@ -212,19 +214,21 @@ def check_folder(path: Path) -> None:
     """Refuse, before anything is loaded, what is no causal language model in safetensors with a tokenizer."""
     if not path.is_dir():
         raise Refused(f"training.model: the folder {path} does not exist")
+    if not (path / "config.json").exists():
+        raise Refused(f"training.model: {path} has no config.json, so it is no Hugging Face model folder")
     try:
-        config = json.loads((path / "config.json").read_text())
-    except FileNotFoundError:
-        raise Refused(f"training.model: {path} has no config.json, so it is no Hugging Face model folder") from None
-    except ValueError as error:
-        raise Refused(f"training.model: {path / 'config.json'} is not valid JSON: {error}") from error
+        config = read_json(path / "config.json")
+    except DamagedModel as error:
+        raise Refused(f"training.model: {error}") from error
+    if adapter := adapter_beside(path):
+        raise Refused(f"training.model: {adapter}")
     known = {value for value in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() if isinstance(value, str)}
-    architectures = config.get("architectures") or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.get("model_type"))]
-    if architectures[0] not in known:
+    kind, named = config.get("model_type"), config.get("architectures")
+    first = named[0] if isinstance(named, list) and named else MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(kind))
+    if not isinstance(first, str) or first not in known:
         raise Refused(
-            f"training.model: {path} is a {architectures[0] or config.get('model_type')}, not a causal language model "
-            "that transformers knows; choose one whose class ends in ForCausalLM (code inside a model's folder is "
-            "never run)"
+            f"training.model: {path} is a {clean(str(first or kind))}, not a causal language model that transformers "
+            "knows; choose one whose class ends in ForCausalLM (code inside a model's folder is never run)"
         )
     if not any((path / name).exists() for name in ("model.safetensors", "model.safetensors.index.json")):
         raise Refused(
