@@ -1,16 +1,18 @@
 """The swarm in one process: that arms are paired, that groups cross it, and that results come back as they were."""
 
 import asyncio
+import math
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+import click
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts" / "bench"))
 
-from sapo import append, finished
+from sapo import append, finished, in_processes
 from simulation import processes, propagation
 from simulation.arms import ARMS, REPOSITORY, Arm, mix
 from simulation.poison import Kind
@@ -177,3 +179,17 @@ def test_poison_passes_verification(kind: Kind) -> None:
 
     groups, usable = asyncio.run(taken())
     assert 0 < usable == groups
+
+
+def test_a_run_that_fails_costs_no_other(capsys: pytest.CaptureFixture[str]) -> None:
+    kept: dict[str, float] = {}
+
+    def ended(key: str, result: float) -> str:
+        kept[key] = result
+        return key
+
+    jobs = {"a": (math.sqrt, -1.0), "b": (math.sqrt, 4.0), "c": (math.sqrt, 9.0)}
+    with pytest.raises(click.ClickException, match="1 of 3 runs failed"):
+        in_processes(jobs, 1, ended)
+    assert kept == {"b": 2.0, "c": 3.0}
+    assert "a failed: ValueError: math domain error" in capsys.readouterr().err
