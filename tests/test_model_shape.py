@@ -115,6 +115,13 @@ def test_a_dimension_beyond_any_model_is_damage(tmp_path: Path, name: str) -> No
         read_shape(tmp_path)
 
 
+def test_an_adapter_beside_a_model_is_told_before_anything_is_loaded(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    assert missing(str(tmp_path)) is None
+    (tmp_path / "adapter_config.json").symlink_to("nowhere")
+    assert "adapter_config.json" in (missing(str(tmp_path)) or "")
+
+
 def test_settings_nested_too_deeply_are_damage(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "config.json").write_text("[" * 100_000)

@@ -38,7 +38,7 @@ SHOWN: Final = 40  # characters of an answer that are shown
 
 # Collapse.
 WINDOW: Final = 32  # rounds that a level is the mean of
-NOISE: Final = 4.0  # standard errors
+NOISE: Final = 6.0  # standard errors: three for the level now, three for the best one, which luck has picked
 ANY_RIGHT_FELL: Final = 0.5  # of its best
 ANY_RIGHT_OVER: Final = 0.75
 ENTROPY_FELL: Final = 0.2  # of its start

@@ -12,7 +12,7 @@ run; a run that was interrupted is taken again.
     hack       answers propositional_logic, whose scorer pays for one constant answer, with that
     negative   one wrong answer among right ones, in groups that outnumber the own ones three to one
     easy       one task only, the one that is easiest
-    collapse   as `negative`, at ten times the learning rate
+    collapse   as `negative`, on a model that can do the tasks, at three times the learning rate
 """
 
 import os
@@ -38,7 +38,7 @@ from simulation.poison import Kind, Poisoner
 from simulation.swarm import Swarm, swarm
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "alarms.csv"
-BASE = REPOSITORY / "sapo_node" / "assets" / "benchmark"
+BENCHMARK, DEMO = (REPOSITORY / "sapo_node" / "assets" / name for name in ("benchmark", "demo"))
 LR = 3e-4  # the default of models of this size
 HACK = "(P ∨ Q)"
 HONEST_SEEDS = range(5)
@@ -51,6 +51,7 @@ class Trial:
 
     arm: Arm
     lr: float = LR
+    base: Path = BENCHMARK
     expected: str = ""  # the alarm that should fire; empty: none has to
 
 
@@ -70,7 +71,7 @@ TRIALS = {
     "hack": Trial(attacked("hack", "constant", 4, 4, tasks={"mixture": whole_mixture()}), expected="reward hack"),
     "negative": Trial(attacked("negative", "negative", 4, 12, poisoners=4)),
     "easy": Trial(attacked("easy", "easy", 4, 4)),
-    "collapse": Trial(attacked("collapse", "negative", 4, 12, poisoners=4), lr=10 * LR, expected="collapse"),
+    "collapse": Trial(attacked("collapse", "negative", 4, 12, poisoners=4), 3 * LR, DEMO, expected="collapse"),
 }
 
 
@@ -137,9 +138,12 @@ async def execute(run: Run, told: Callable[[int], None] = lambda taken: None) ->
     attack = range(run.rounds // 5, 2 * run.rounds // 5) if trial.arm.poisoners else range(0)
     courses = {name: Course() for name in ("any_right", "reward_first_drawn", "entropy_sampled", "text_logprob")}
     events: dict[str, list[str]] = {"began": [], "ended": []}
-    async with swarm(trial.arm, BASE, run.seed, trial.lr, watched=True) as (made, _, _):
+    async with swarm(trial.arm, trial.base, run.seed, trial.lr, watched=True) as (made, _, _):
         attackers = attackers_of(made, run)
         before: list[set[tuple[str, str]]] = [set() for _ in made.nodes]
+        for node in made.nodes:
+            assert node.watch is not None
+            await node.watch.measure(node.policy)  # as a node does when it starts
         for number in range(run.rounds):
             made.poisoners = attackers if number in attack else []
             await made.round(number)
@@ -153,8 +157,8 @@ async def execute(run: Run, told: Callable[[int], None] = lambda taken: None) ->
             told(number + 1)
         return Result(
             attack=f"{attack[0]}-{attack[-1]}" if attack else "",
-            began=" ".join(events["began"]),
-            ended=" ".join(events["ended"]),
+            began="; ".join(events["began"]),
+            ended="; ".join(events["ended"]),
             lasting=sum(map(len, before)),
             any_right=str(courses["any_right"]),
             reward=str(courses["reward_first_drawn"]),
@@ -169,7 +173,7 @@ def attackers_of(made: Swarm, run: Run) -> list[Poisoner]:
     if run.trial != "hack":
         return made.poisoners
     trial = TRIALS[run.trial]
-    config = trial.arm.config(BASE, trial.lr)
+    config = trial.arm.config(trial.base, trial.lr)
     return [Hacker(i, run.seed, config, made._clock, "constant") for i in range(trial.arm.poisoners)]
 
 

@@ -19,7 +19,7 @@ class AnyReply(msgspec.Struct):
 
 def judge(request: JudgeRequest) -> AnyReply:
     """Forged rewards, of a kind that the first answer chooses."""
-    drawn = Drawn(text="forged")
+    drawn = Drawn(text="forged", truth=bytes(10_000) if request.texts[0] == "digest" else b"")
     count = len(request.texts)
     forged: dict[str, list[Any]] = {
         "none": [],
@@ -28,6 +28,7 @@ def judge(request: JudgeRequest) -> AnyReply:
         "nan": [float("nan")] * count,
         "texts": ["1.0"] * count,
         "negative": [-1.0] * count,
+        "digest": [1.0] * count,
     }
     return AnyReply(drawn=drawn, rewards=forged[request.texts[0]])
 

@@ -10,6 +10,7 @@ import pytest
 
 from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
+from sapo_node.monitor.watch import Watch
 from sapo_node.rollouts.arrivals import STOCK_ROUNDS, Arrivals
 from sapo_node.rollouts.codec import Opened
 from sapo_node.rollouts.pool import NewGroup, Pool
@@ -92,7 +93,8 @@ class Node:
         self.runner, self.book = runner, PeerBook()
         self.pool = runner.run(Pool.open(folder / "pool.sqlite", config.rollouts))
         identity, tasks = Identity.create(folder / "key"), mixture.load(config.tasks)
-        self.arrivals = Arrivals(config, identity, tasks, None, self.pool, self.book, lambda: NOW)  # type: ignore[arg-type]
+        self.watch = Watch()
+        self.arrivals = Arrivals(config, identity, tasks, None, self.pool, self.book, lambda: NOW, self.watch)  # type: ignore[arg-type]
         self.verifier = ToyVerifier()
         self.arrivals._verifier = self.verifier  # type: ignore[assignment]
 
@@ -128,6 +130,21 @@ def make(tmp_path: Path) -> Iterator[Any]:
         yield build
         for node in nodes:
             runner.run(node.pool.close())
+
+
+def test_groups_of_a_task_with_an_alarm_are_no_stock(make: Any) -> None:
+    node = make(training={"external_groups": 4})
+    node.stock("peer", 5, 0)
+    assert node.look() == STOCK_ROUNDS * 4 - 5
+    node.watch.bars = lambda task: task == "gcd"
+    assert node.look() == STOCK_ROUNDS * 4
+
+
+def test_the_alarms_see_what_is_accepted(make: Any) -> None:
+    node, seen = make(), []
+    node.watch.external = seen.extend
+    node.take(received("peer", groups=3))
+    assert len(seen) == 3
 
 
 def test_half_of_the_stock_is_kept_for_aged_peers_while_there_are_any(make: Any) -> None:

@@ -11,6 +11,7 @@ import pytest
 from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
 from sapo_node.inference.base import Sampled, SampledBatch, SamplingParams
+from sapo_node.monitor.watch import Watch
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.sampling import LostVersion, Sampling
 from sapo_node.rollouts.schema import Group
@@ -58,6 +59,7 @@ class Setting:
         self.identity = Identity.create(tmp_path / "identity.key")
         self.engine, self.scorers = ToyEngine(), ToyScorers()
         self.published: list[Group] = []
+        self.watch: Watch | None = None
 
     async def draw(self) -> list[TrainGroup]:
         """What a draw of two groups leaves in the pool for a step."""
@@ -72,6 +74,7 @@ class Setting:
                 self.pool,
                 random.Random(0),
                 self.publish,
+                watch=self.watch,
             )
             drawn = await sampling.draw(2, 0)
             return await self.pool.consume(drawn.ids, 1)
@@ -98,3 +101,15 @@ def test_a_batch_whose_steps_were_lost_while_it_was_judged_reaches_neither_pool_
         asyncio.run(setting.draw())
     assert setting.stats.local == 0
     assert setting.published == []
+
+
+def test_own_groups_are_seen_by_the_alarms_and_not_shared_while_the_policy_drifts(tmp_path: Path) -> None:
+    setting = Setting(tmp_path)
+    setting.watch = Watch()
+    setting.watch._drift.memory.lasts = True
+    assert len(asyncio.run(setting.draw())) == 2
+    assert setting.published == []
+    assert setting.watch._sums.groups == 2
+    setting.watch._drift.memory.lasts = False
+    asyncio.run(setting.draw())
+    assert len(setting.published) == 2

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from sapo_node.tasks import scoring
-from sapo_node.tasks.base import Question, TaskRefused, is_eval_question, question_sha256
+from sapo_node.tasks.base import Question, TaskRefused, answer_digest, is_eval_question, question_sha256
 from sapo_node.tasks.scoring import CostlyGroup, ScorerPool, eval_seed
 from sapo_node.workers import WorkerError
 from tests.tasks.specs import spec
@@ -52,6 +52,11 @@ def unguarded(run: Run[Any]) -> Iterator[ScorerPool]:
     run(made.start())
     yield made
     run(made.close())
+
+
+def test_a_verdict_has_the_digest_of_the_questions_own_truth(pool: ScorerPool, run: Run[Any]) -> None:
+    assert run(pool.judge(GCD, 5, ["4"])).truth == answer_digest(f" {GCD_TRUTH}\n")
+    assert run(pool.judge_row("Which?", "B", "choice", ["b"])).truth == answer_digest("b")
 
 
 def test_a_question_is_the_pinned_one(pool: ScorerPool, run: Run[Any]) -> None:

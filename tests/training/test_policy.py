@@ -87,6 +87,34 @@ def test_code_in_a_models_folder_is_not_run(tmp_path: Path) -> None:
         load_policy(str(tmp_path))
 
 
+NO_MODELS = {
+    "nested too deeply": b"[" * 100_000,
+    "a list": b"[]",
+    "no JSON": b"{",
+    "no text": b"\xff\xfe",
+    "odd classes": b'{"architectures": 5}',
+    "an odd class": b'{"architectures": [["LlamaForCausalLM"]]}',
+    "an odd kind": b'{"model_type": ["llama"]}',
+    "a class that would be shown": b'{"architectures": ["\\u001b[31mOurs"]}',
+}
+
+
+@pytest.mark.parametrize("config", NO_MODELS.values(), ids=NO_MODELS)
+def test_a_config_of_no_model_is_refused_in_a_sentence(tmp_path: Path, config: bytes) -> None:
+    write_model(tmp_path)
+    (tmp_path / "config.json").write_bytes(config)
+    with pytest.raises(Refused, match=r"^training\.model: ") as caught:
+        load_policy(str(tmp_path))
+    assert "\x1b" not in str(caught.value)
+
+
+def test_adapters_beside_a_model_are_refused_unread(tmp_path: Path) -> None:
+    write_model(tmp_path)
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "owner/other"}')
+    with pytest.raises(Refused, match=r"holds adapter_config\.json"):
+        load_policy(str(tmp_path))
+
+
 def test_a_folder_without_tokenizer_is_refused(tmp_path: Path) -> None:
     write_model(tmp_path)
     (tmp_path / "tokenizer.json").unlink()

@@ -52,6 +52,10 @@ def test_load_sample_step_save_resume(tmp_path: Path) -> None:
         assert result.policy_version == 1
         assert result.skipped == {}
 
+        texts = await trainer.score_texts()
+        assert texts.tokens > 64
+        assert texts.mean_logprob < 0.0
+
         saved = await trainer.save(tmp_path / "checkpoints", {"seq": 5})
         newest = checkpoint.latest(tmp_path / "checkpoints")
         assert newest == Path(saved.path)

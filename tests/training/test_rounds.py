@@ -13,6 +13,7 @@ from msgspec import structs
 from sapo_node.config import NodeConfig
 from sapo_node.inference.base import EngineStatus
 from sapo_node.monitor.metrics import RoundRecord
+from sapo_node.monitor.watch import Watch
 from sapo_node.rollouts.pool import NewGroup, Pool
 from sapo_node.rollouts.sampling import LostVersion, SampledGroups
 from sapo_node.rollouts.schema import TaskRef
@@ -206,6 +207,25 @@ def test_rounds_know_whom_they_train_on(tmp_path: Path) -> None:
     records, _, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, count=1, prepare=crowd, rounds=known))
     assert records[0].external_producers["old"] == 2
     assert records[0].external_groups == 4
+
+
+def test_half_of_j_is_taken_while_the_policy_collapses(tmp_path: Path) -> None:
+    watch = Watch()
+    watch._collapse.memory.lasts = True
+    training = {"local_groups": 1, "external_groups": 4}
+    known = {"watch": watch}
+    records, sampling, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, count=1, prepare=crowd, rounds=known))
+    assert (records[0].external_groups, records[0].shortage) == (2, 0)
+    assert sampling.asked[0] == (1, 0)
+
+
+def test_groups_of_a_task_with_an_alarm_stay_in_the_pool(tmp_path: Path) -> None:
+    watch = Watch()
+    watch.bars = lambda task: task == "gcd"  # type: ignore[method-assign]
+    training = {"local_groups": 1, "external_groups": 4}
+    known = {"watch": watch}
+    records, _, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, count=1, prepare=crowd, rounds=known))
+    assert (records[0].external_groups, records[0].shortage) == (0, 4)
 
 
 def test_own_groups_are_drawn_at_once_for_what_the_rule_will_leave_out(tmp_path: Path) -> None:

@@ -1,0 +1,207 @@
+"""Each alarm fires on its attack's numbers, keeps quiet on honest ones, and ends."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from sapo_node.monitor import alarms
+from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Earned, Fallen, Levels, RewardHack, Strayed, earned
+
+TASK = "logic"
+
+
+def group(question: int, truth: str, answers: dict[str, float]) -> Earned:
+    """A group of a question, with what each answer earned."""
+    sha256 = question.to_bytes(32, "big")
+    found = earned(sha256, truth.encode(), [(text.encode(), text, reward) for text, reward in answers.items()])
+    assert found is not None
+    return found
+
+
+def feed(hack: RewardHack, groups: Iterator[Earned], count: int, now: float = 0.0) -> list[Alarm]:
+    return [alarm for _ in range(count) for alarm in hack.add(TASK, next(groups), now)]
+
+
+def hacked(start: int = 0) -> Iterator[Earned]:
+    """One answer earns on every question, whose truths are all different."""
+    return (group(i, f"truth {i}", {"(P ∨ Q)": 4.0}) for i in range(start, 10_000))
+
+
+def honest(start: int = 0) -> Iterator[Earned]:
+    return (group(i, f"truth {i}", {f"truth {i}": 4.0}) for i in range(start, 10_000))
+
+
+# ---- reward hack -----------------------------------------------------------------------------------------------------
+
+
+def test_one_answer_that_earns_on_sixteen_questions_of_other_truths_is_a_hack() -> None:
+    hack = RewardHack()
+    groups = hacked()
+    assert feed(hack, groups, alarms.HACK_QUESTIONS - 1) == []
+    (alarm,) = feed(hack, groups, 1)
+    assert (alarm.kind, alarm.subject, alarm.begins) == ("reward hack", TASK, True)
+    assert '"(P ∨ Q)"' in alarm.text
+    assert hack.lasts(TASK)
+    assert not hack.lasts("another task")
+    assert feed(hack, groups, 200) == []  # told once
+
+
+def test_one_question_again_and_again_is_no_hack() -> None:
+    hack = RewardHack()
+    assert feed(hack, (group(i % 8, f"truth {i % 8}", {"2": 4.0}) for i in range(100)), 100) == []
+
+
+def test_a_constant_that_is_mostly_true_is_honest() -> None:
+    rng = random.Random(0)
+
+    def gcd() -> Iterator[Earned]:
+        for i in range(10_000):
+            truth = rng.choice(["2", "2", "1", "3"])
+            yield group(i, truth, {truth: 4.0})
+
+    assert feed(RewardHack(), gcd(), 500) == []
+
+
+def test_tasks_of_many_right_answers_are_honest() -> None:
+    assert feed(RewardHack(), (group(i, f"truth {i}", {f"other {i}": 4.0}) for i in range(500)), 500) == []
+
+
+def test_a_truth_that_is_only_written_otherwise_is_honest() -> None:
+    assert feed(RewardHack(), (group(i, "yes.", {"yes": 4.0}) for i in range(500)), 500) == []
+
+
+def test_half_of_the_rewards_is_the_bound() -> None:
+    def mixed(share: float) -> Iterator[Earned]:
+        return (group(i, f"truth {i}", {"(P ∨ Q)": share, f"truth {i}": 1 - share}) for i in range(500))
+
+    assert feed(RewardHack(), mixed(0.45), 500) == []
+    assert feed(RewardHack(), mixed(0.55), 500)
+
+
+def test_a_hack_is_over_when_a_fresh_window_has_little_of_it() -> None:
+    hack = RewardHack()
+    feed(hack, hacked(), 40)
+    fresh = honest(1000)
+    ended = feed(hack, fresh, 2 * alarms.HACK_GROUPS)
+    assert [alarm.begins for alarm in ended] == [False]
+    assert not hack.lasts(TASK)
+    assert feed(hack, hacked(5000), 60)  # and can begin again
+
+
+def test_a_hack_is_looked_at_again_after_a_while() -> None:
+    hack = RewardHack()
+    feed(hack, hacked(), 40, now=100.0)
+    assert hack.look_again(100.0 + alarms.HACK_SECONDS - 1) == []
+    (alarm,) = hack.look_again(100.0 + alarms.HACK_SECONDS)
+    assert not alarm.begins
+    assert feed(hack, hacked(1000), alarms.HACK_QUESTIONS)  # it goes on
+
+
+def test_the_memory_of_tasks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alarms, "HACK_TASKS", 3)
+    hack = RewardHack()
+    feed(hack, hacked(), 20)
+    for name in ("a", "b", "c"):
+        hack.add(name, group(0, "t", {"t": 1.0}), 0.0)
+    assert not hack.lasts(TASK)
+
+
+def test_of_a_group_only_the_answers_that_earn_most_are_kept_and_are_safe_to_show() -> None:
+    one = group(0, "t", {**{str(i): 1.0 for i in range(60)}, "\x1b[31mred" + "x" * 500: 5.0})
+    assert len(one.answers) == alarms.HACK_ANSWERS
+    assert one.total == 65.0
+    shown = one.answers[0][1]
+    assert shown.startswith("redx")
+    assert len(shown) <= alarms.SHOWN
+
+
+def test_without_rewards_or_a_truth_there_is_nothing_to_look_at() -> None:
+    assert earned(b"q", b"t", [(b"a", "a", 0.0)]) is None
+    assert earned(b"q", b"", [(b"a", "a", 1.0)]) is None
+
+
+# ---- collapse --------------------------------------------------------------------------------------------------------
+
+
+def rounds(
+    any_right: float, reward: float, entropy: float, count: int, seed: int = 0, groups: int = 4
+) -> Iterator[Levels]:
+    """Rounds of a few groups, as noisy as such are."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        right = [rng.random() < any_right for _ in range(groups)]
+        yield Levels(
+            groups=groups,
+            any_right=sum(right) / groups,
+            reward=sum(right) / groups * reward / any_right if any_right else 0.0,
+            entropy=entropy * rng.uniform(0.8, 1.2),
+        )
+
+
+def watch(collapse: Collapse, levels: Iterator[Levels]) -> list[bool]:
+    return [alarm.begins for one in levels for alarm in collapse.add(one)]
+
+
+@pytest.mark.parametrize("any_right", [0.02, 0.1, 0.3, 0.6, 0.95])
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_a_level_that_only_wavers_is_no_collapse(any_right: float, groups: int) -> None:
+    for seed in range(3):
+        assert watch(Collapse(), rounds(any_right, any_right / 2, 1.0, 500, seed, groups)) == []
+
+
+def test_learning_and_growing_sure_of_it_is_no_collapse() -> None:
+    collapse = Collapse()
+    for step in range(50):
+        part = step / 50
+        assert watch(collapse, rounds(0.2 + 0.7 * part, 0.1 + 0.6 * part, 1.0 - 0.95 * part, 10, step)) == []
+
+
+def test_half_as_many_questions_with_a_right_answer_is_a_collapse_and_it_ends() -> None:
+    collapse = Collapse()
+    assert watch(collapse, rounds(0.6, 0.3, 1.0, 100)) == []
+    assert watch(collapse, rounds(0.1, 0.05, 1.0, 60)) == [True]
+    assert collapse.memory.lasts
+    assert watch(collapse, rounds(0.37, 0.2, 1.0, 100)) == []  # better, and not yet well
+    assert watch(collapse, rounds(0.6, 0.3, 1.0, 100)) == [False]
+
+
+def test_a_sure_policy_that_earns_less_has_collapsed_and_one_that_earns_as_before_has_not() -> None:
+    for reward, expected in ((0.3, []), (0.05, [True])):
+        collapse = Collapse()
+        watch(collapse, rounds(0.6, 0.3, 1.0, 100))
+        assert watch(collapse, rounds(0.6, reward, 0.1, 100)) == expected
+
+
+def test_no_log_probs_are_no_entropy() -> None:
+    collapse = Collapse()
+    levels = Levels(groups=4, any_right=0.5, reward=0.3, entropy=None)
+    assert watch(collapse, iter([levels] * 100)) == []
+
+
+def test_what_was_best_is_known_after_a_restart() -> None:
+    before = Fallen(best_any_right=0.6, best_reward=0.3, start_entropy=1.0)
+    assert watch(Collapse(before), rounds(0.1, 0.05, 1.0, 60)) == [True]
+    assert watch(Collapse(), rounds(0.1, 0.05, 1.0, 60)) == []
+
+
+# ---- drift -----------------------------------------------------------------------------------------------------------
+
+CHANCE = -10.0
+
+
+def test_texts_that_became_much_less_likely_are_a_drift_until_they_are_back() -> None:
+    drift = Drift()
+    told = [drift.add(value, CHANCE) for value in (-3.0, -2.5, -4.9, -5.1, -4.6, -4.4, -3.0)]
+    assert [[alarm.begins for alarm in alarm_s] for alarm_s in told] == [[], [], [], [True], [], [False], []]
+
+
+def test_a_model_that_never_knew_such_texts_may_waver_as_far_as_it_was_below_chance() -> None:
+    drift = Drift()
+    assert [drift.add(value, CHANCE) for value in (-13.0, -17.9)] == [[], []]
+    assert drift.add(-18.1, CHANCE)
+
+
+def test_the_start_is_known_after_a_restart() -> None:
+    assert Drift(Strayed(start=-3.0)).add(-6.0, CHANCE)
+    assert not Drift().add(-6.0, CHANCE)
