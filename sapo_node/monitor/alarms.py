@@ -47,7 +47,7 @@ REWARD_FELL: Final = 0.8  # of its best
 REWARD_OVER: Final = 0.9
 
 # Drift.
-DRIFT_NATS: Final = 2.0  # a token below the start: a model that writes these texts half as well in bits, or worse
+DRIFT_NATS: Final = 2.0  # a token below the start: each token has become seven times less likely
 DRIFT_OVER: Final = 0.75  # of that, below which it is over
 
 Kind = Literal["reward hack", "collapse", "drift"]
@@ -275,7 +275,8 @@ class Drift:
     """Compares the log-prob of fixed texts with that of the first measurement.
 
     A model that gave them less than chance at the start does not know such texts (the embedded ones know tasks only);
-    how far below chance they lie is then an accident that moves as far in honest training, so it is allowed on top.
+    how far below chance they lie is then an accident that moves as far in honest training, so it is allowed on top. The
+    embedded demo model fell by up to 2.8 nats in 400 honest rounds at its default rate, and 4.3 are allowed to it.
     """
 
     def __init__(self, memory: Strayed | None = None) -> None:

@@ -12,7 +12,9 @@ run; a run that was interrupted is taken again.
     hack       answers propositional_logic, whose scorer pays for one constant answer, with that
     negative   one wrong answer among right ones, in groups that outnumber the own ones three to one
     easy       one task only, the one that is easiest
-    collapse   as `negative`, on a model that can do the tasks, at three times the learning rate
+    collapse   on a model that can do the tasks: each task's most frequent answer, in groups that outweigh the own ones
+               24 to 1. At three fifths the owner goes back to the checkpoint from before the attack
+    drift      as `negative`, at ten times the learning rate on a model that can do the tasks; the owner goes back, too
 """
 
 import os
@@ -20,6 +22,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a run has one thread
 
 import asyncio
+import copy
 import csv
 import random
 import time
@@ -53,6 +56,8 @@ class Trial:
     lr: float = LR
     base: Path = BENCHMARK
     expected: str = ""  # the alarm that should fire; empty: none has to
+    too_fast: float = 1.0  # times the learning rate while the attack lasts
+    goes_back: bool = False  # to the policy from before the attack, as an owner may
 
 
 def whole_mixture() -> list[dict[str, Any]]:
@@ -61,9 +66,11 @@ def whole_mixture() -> list[dict[str, Any]]:
     return tasks
 
 
-def attacked(name: str, kind: Kind, local: int, external: int, poisoners: int = 2, **more: Any) -> Arm:
-    """Two nodes, and attackers beside them."""
-    return Arm(name, mix(local, external), nodes=2, poisoners=poisoners, poison=kind, **more)
+def attacked(
+    name: str, kind: Kind, local: int, external: int, poisoners: int = 2, weight: float = 1.0, **more: Any
+) -> Arm:
+    """Two nodes, and attackers beside them; others' groups have that weight in the loss."""
+    return Arm(name, mix(local, external, external_weight=weight), nodes=2, poisoners=poisoners, poison=kind, **more)
 
 
 TRIALS = {
@@ -71,7 +78,12 @@ TRIALS = {
     "hack": Trial(attacked("hack", "constant", 4, 4, tasks={"mixture": whole_mixture()}), expected="reward hack"),
     "negative": Trial(attacked("negative", "negative", 4, 12, poisoners=4)),
     "easy": Trial(attacked("easy", "easy", 4, 4)),
-    "collapse": Trial(attacked("collapse", "negative", 4, 12, poisoners=4), 3 * LR, DEMO, expected="collapse"),
+    "collapse": Trial(
+        attacked("collapse", "constant", 4, 24, poisoners=6, weight=4.0), LR, DEMO, expected="collapse", goes_back=True
+    ),
+    "drift": Trial(
+        attacked("drift", "negative", 4, 12, poisoners=4), LR, DEMO, expected="drift", too_fast=10.0, goes_back=True
+    ),
 }
 
 
@@ -135,7 +147,7 @@ async def execute(run: Run, told: Callable[[int], None] = lambda taken: None) ->
     """Take a run from start to end. `told` hears of every round that ended."""
     torch.set_num_threads(1)
     trial, started = TRIALS[run.trial], time.process_time()
-    attack = range(run.rounds // 5, 2 * run.rounds // 5) if trial.arm.poisoners else range(0)
+    attack = range(run.rounds // 5, 2 * run.rounds // 5) if run.trial != "honest" else range(0)
     courses = {name: Course() for name in ("any_right", "reward_first_drawn", "entropy_sampled", "text_logprob")}
     events: dict[str, list[str]] = {"began": [], "ended": []}
     async with swarm(trial.arm, trial.base, run.seed, trial.lr, watched=True) as (made, _, _):
@@ -144,8 +156,17 @@ async def execute(run: Run, told: Callable[[int], None] = lambda taken: None) ->
         for node in made.nodes:
             assert node.watch is not None
             await node.watch.measure(node.policy)  # as a node does when it starts
+        kept: list[Checkpoint] = []
         for number in range(run.rounds):
+            if trial.goes_back and number == attack[0]:
+                kept = [checkpoint_of(node) for node in made.nodes]
+            if trial.goes_back and number == 3 * run.rounds // 5:
+                for node, checkpoint in zip(made.nodes, kept, strict=True):
+                    go_back(node, checkpoint)
             made.poisoners = attackers if number in attack else []
+            for node in made.nodes:
+                for parameters in node.policy.trainer.optimizer.param_groups:
+                    parameters["lr"] = trial.lr * (trial.too_fast if number in attack else 1.0)
             await made.round(number)
             for index, node in enumerate(made.nodes):
                 now = lasting(node)
@@ -175,6 +196,23 @@ def attackers_of(made: Swarm, run: Run) -> list[Poisoner]:
     trial = TRIALS[run.trial]
     config = trial.arm.config(trial.base, trial.lr)
     return [Hacker(i, run.seed, config, made._clock, "constant") for i in range(trial.arm.poisoners)]
+
+
+Checkpoint = tuple[dict[str, Any], dict[str, Any]]
+"""Weights and moments."""
+
+
+def checkpoint_of(node: Node) -> Checkpoint:
+    """A copy of a node's policy."""
+    trainer = node.policy.trainer
+    return copy.deepcopy((trainer.policy.model.state_dict(), trainer.optimizer.state_dict()))
+
+
+def go_back(node: Node, checkpoint: Checkpoint) -> None:
+    """Put a node's policy back; its alarms remember what they know."""
+    trainer, (weights, moments) = node.policy.trainer, checkpoint
+    trainer.policy.model.load_state_dict(weights)
+    trainer.optimizer.load_state_dict(moments)
 
 
 def lasting(node: Node) -> set[tuple[str, str]]:
