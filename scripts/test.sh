@@ -25,6 +25,27 @@ step "types"
 step "module sizes"
 "$python" scripts/check_sizes.py
 
-step "tests"
 export HF_HUB_OFFLINE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-"$python" -m pytest ${quick:+-m "not slow"} "$@"
+if [ -n "$quick" ] || [ $# -gt 0 ]; then
+    step "tests"
+    exec "$python" -m pytest ${quick:+-m "not slow"} "$@"
+fi
+
+# Two cores: what only computes runs beside the quick tests. Tests of whole nodes have deadlines, and run alone.
+computing=(tests/bench tests/hostile tests/rollouts tests/tasks tests/training)
+others=()
+for path in tests/*/ tests/test_*.py; do
+    [[ " ${computing[*]} " == *" ${path%/} "* || $path == *__pycache__* ]] || others+=("$path")
+done
+failed=
+step "quick tests, beside slow ones that only compute"
+log=$(mktemp)
+trap 'rm -f "$log"' EXIT
+"$python" -m pytest -m slow "${computing[@]}" >"$log" 2>&1 &
+beside=$!
+"$python" -m pytest -m "not slow" || failed=yes
+wait "$beside" || failed=yes
+cat "$log"
+step "tests of whole nodes"
+"$python" -m pytest -m slow "${others[@]}" || failed=yes
+[ -z "$failed" ]
