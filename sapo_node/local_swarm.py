@@ -170,8 +170,8 @@ def run(
     fit.refuse_missing(base)
     seconds = minutes * 60 if minutes else None if rounds else DEFAULT_MINUTES * 60
     folder = _make_folder(directory)
-    with _reserved_ports(nodes) as ports:
-        prepared = _write_nodes(folder, base, ports, rounds, prefer=demo)
+    with reserved_ports(nodes) as ports:
+        prepared = write_nodes(folder, base, ports, rounds, prefer=demo)
     state = Run(prepared, seconds, rounds, base.node.drain_seconds + END_MARGIN)
     console = Console()
     start = command or (sys.executable, "-m", "sapo_node", "start", "--config")
@@ -179,7 +179,7 @@ def run(
         try:
             for node in state.nodes:
                 if state.ending_at is None:
-                    _spawn(node, start)
+                    spawn(node, start)
             if state.ending_at is not None:  # Ctrl-C came while a node was being started, and may have missed it
                 for node in state.nodes:
                     node.signal(signal.SIGTERM)
@@ -263,7 +263,7 @@ def _make_folder(directory: Path | None) -> Path:
 
 
 @contextlib.contextmanager
-def _reserved_ports(count: int) -> Iterator[list[int]]:
+def reserved_ports(count: int) -> Iterator[list[int]]:
     """Free loopback ports, held until the block ends. Raises SapoError when none is found."""
     with contextlib.ExitStack() as held:
         ports: list[int] = []
@@ -279,7 +279,7 @@ def _reserved_ports(count: int) -> Iterator[list[int]]:
         yield ports
 
 
-def _write_nodes(
+def write_nodes(
     folder: Path, base: NodeConfig, ports: Sequence[int], rounds: int | None, *, prefer: bool
 ) -> list[Node]:
     """Make each node's data directory with its key, and its settings beside it."""
@@ -299,7 +299,7 @@ def _write_nodes(
     return nodes
 
 
-def _spawn(node: Node, command: Sequence[str]) -> None:
+def spawn(node: Node, command: Sequence[str]) -> None:
     """Start the process in a process group of its own, so that the terminal's Ctrl-C reaches us alone."""
     parent = os.getpid()
     # The settings written for it are the whole truth: ours already went into them.

@@ -207,15 +207,19 @@ class Node:
         if self._held.left_out:
             log.warning("too few held-out questions: left out of the held-out score", tasks=self._held.left_out)
         publish = self._swarm.publish if self._swarm is not None else None
-        base = (config, self._identity, tasks, self._scorers)
-        sampling = Sampling(*base, self._policy, self._pool, self._rng, publish, watch=self._watch)
+        pool, watch = self._pool, self._watch
+        sampling = Sampling(
+            config, self._identity, tasks, self._scorers, self._policy, pool, self._rng, publish, watch=watch
+        )
         events, known = RoundEvents(recorded=self._on_round, network=dict), None
         if self._swarm is not None:
-            self._arrivals = Arrivals(*base, self._pool, self._swarm.book, watch=self._watch)
+            book = self._swarm.book
+            self._arrivals = Arrivals(config, self._identity, tasks, self._scorers, pool, book, watch=watch)
             events = RoundEvents(recorded=self._on_round, network=SwarmCounters(self._swarm, self._arrivals))
-            known = self._swarm.book.standing
-        loops = (config, self._policy, sampling, self._pool, self._rng, self._stop, events)
-        self._rounds = Rounds(*loops, standing=known, watch=self._watch)
+            known = book.standing
+        self._rounds = Rounds(
+            config, self._policy, sampling, pool, self._rng, self._stop, events, standing=known, watch=watch
+        )
         await self._pool.expire(time.time(), self._policy.version, config.training.staleness)
         return True
 

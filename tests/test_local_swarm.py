@@ -296,8 +296,8 @@ def test_every_task_of_the_demo_is_preferred_by_one_node_and_drawn_by_all() -> N
 
 def test_the_written_settings_are_what_a_node_reads(tmp_path: Path) -> None:
     base = config_load.load(local_swarm.demo_config_path(), {}, ["training.lr=1e-6", "swarm.push=on"]).config
-    with local_swarm._reserved_ports(2) as ports:
-        nodes = local_swarm._write_nodes(tmp_path, base, ports, 5, prefer=True)
+    with local_swarm.reserved_ports(2) as ports:
+        nodes = local_swarm.write_nodes(tmp_path, base, ports, 5, prefer=True)
     loaded = config_load.load(nodes[1].config_path, {}).config
     assert loaded.training.lr == 1e-6
     assert loaded.swarm.push == "on"
@@ -309,7 +309,7 @@ def test_the_written_settings_are_what_a_node_reads(tmp_path: Path) -> None:
 
 
 def test_reserved_ports_are_distinct_and_held_until_the_nodes_start() -> None:
-    with local_swarm._reserved_ports(20) as first, local_swarm._reserved_ports(20) as second:
+    with local_swarm.reserved_ports(20) as first, local_swarm.reserved_ports(20) as second:
         assert len({*first, *second}) == 40
         assert not {*first, *second} & set(range(32_768, 61_000))
 

@@ -22,6 +22,7 @@ import math
 import sqlite3
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -38,7 +39,7 @@ from sapo_node.tasks.base import TaskSpec
 from sapo_node.training.base import Origin, TrainCompletion, TrainGroup
 from sapo_node.training.sapo import Candidate, informative
 
-__all__ = ["Counter", "NewGroup", "Pool", "PoolError", "PoolStats", "coordinates", "drawn_at"]
+__all__ = ["Counter", "NewGroup", "Pool", "PoolError", "PoolStats", "coordinates", "drawn_at", "unpack_completions"]
 
 Counter = Literal["batch", "announcement"]
 
@@ -168,32 +169,28 @@ class Pool:
         return await self._reader.ask(lambda db: _candidates(db, where, values, now))
 
     async def own_rewards(self, now: float) -> dict[str, float]:
-        """Mean reward by task of this node's own groups of the last `max_age_seconds`, used ones included."""
-        oldest = now - self._limits.max_age_seconds
-
-        def read(db: sqlite3.Connection) -> dict[str, list[float]]:
-            sql = "SELECT name, rewards FROM groups WHERE origin = 'local' AND drawn_at >= ? ORDER BY id DESC LIMIT ?"
-            found: dict[str, list[float]] = {}
-            for name, rewards in db.execute(sql, (oldest, MAX_CANDIDATES)):
-                found.setdefault(name, []).extend(_rewards_decoder.decode(rewards))
-            return found
-
-        return {name: fmean(rewards) for name, rewards in (await self._reader.ask(read)).items()}
+        """Mean reward by task of this node's own recent groups, used ones included."""
+        found: defaultdict[str, list[float]] = defaultdict(list)
+        for name, _, rewards in await self._recent(now, ["local"]):
+            found[name] += rewards
+        return {name: fmean(rewards) for name, rewards in found.items()}
 
     async def yields(self, now: float) -> dict[tuple[str, bytes], tuple[int, int]]:
-        """By name and settings of a task: recent groups (`max_age_seconds`), own and others', used or not, that have an
-        advantage; and all recent ones."""
-        oldest = now - self._limits.max_age_seconds
+        """By name and settings of a task: recent groups, own and others', used or not, that have an advantage; and all
+        recent ones."""
+        found: dict[tuple[str, bytes], tuple[int, int]] = {}
+        for name, config_hash, rewards in await self._recent(now, ["local", "external"]):
+            taught, groups = found.get((name, config_hash), (0, 0))
+            found[name, config_hash] = taught + informative(rewards), groups + 1
+        return found
 
-        def read(db: sqlite3.Connection) -> dict[tuple[str, bytes], tuple[int, int]]:
-            sql = "SELECT name, config_hash, rewards FROM groups WHERE drawn_at >= ? ORDER BY id DESC LIMIT ?"
-            found: dict[tuple[str, bytes], tuple[int, int]] = {}
-            for name, config_hash, rewards in db.execute(sql, (oldest, MAX_CANDIDATES)):
-                taught, groups = found.get((name, config_hash), (0, 0))
-                found[name, config_hash] = taught + informative(_rewards_decoder.decode(rewards)), groups + 1
-            return found
-
-        return await self._reader.ask(read)
+    async def _recent(self, now: float, origins: Sequence[Origin]) -> list[tuple[str, bytes, Sequence[float]]]:
+        """Task, its settings' hash and rewards of the newest groups of the last `max_age_seconds`."""
+        sql = f"""SELECT name, config_hash, rewards FROM groups WHERE origin IN ({", ".join("?" * len(origins))})
+                  AND drawn_at >= ? ORDER BY id DESC LIMIT ?"""
+        values = (*origins, now - self._limits.max_age_seconds, MAX_CANDIDATES)
+        rows = await self._reader.ask(lambda db: db.execute(sql, values).fetchall())
+        return [(name, config_hash, _rewards_decoder.decode(rewards)) for name, config_hash, rewards in rows]
 
     async def consume(self, ids: Sequence[int], round_number: int) -> list[TrainGroup]:
         """Count one use of each group, durably, and return those that this round may train on, in order of `ids`.
@@ -356,7 +353,7 @@ def _use(db: sqlite3.Connection, group_id: int, key: tuple[int, int], limits: di
         origin=origin,
         producer=producer,
         question=question,
-        completions=_unpack(completions),
+        completions=unpack_completions(completions),
         rewards=list(_rewards_decoder.decode(rewards)),
         policy_version=policy_version,
     )
@@ -425,7 +422,7 @@ def _pack(completions: Sequence[TrainCompletion]) -> bytes:
     )
 
 
-def _unpack(blob: bytes) -> list[TrainCompletion]:
+def unpack_completions(blob: bytes) -> list[TrainCompletion]:
     return [
         TrainCompletion(
             text=s.text,

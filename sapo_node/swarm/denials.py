@@ -73,7 +73,7 @@ def read(path: Path) -> dict[str, Word]:
             raise ValueError(f"{wrong[0][:80]!r} is no peer id")
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:  # msgspec's errors are ValueErrors
+    except (OSError, ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors, but for deep nesting
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise DenialsUnreadable(
             f"{path}: whom you denied cannot be read ({reason}). Correct it, or remove it and deny again"
@@ -139,7 +139,7 @@ def _taken(descriptor: int) -> bool:
     return True
 
 
-class Watch:
+class Denials:
     """The file as a running node sees it."""
 
     def __init__(self, path: Path) -> None:

@@ -33,10 +33,11 @@ from sapo_node.swarm.addresses import reach
 from sapo_node.swarm.catalogue import Catalogue, Via, Wanted
 from sapo_node.swarm.dht import SwarmDHT
 from sapo_node.swarm.discovery import REWRITE_SECONDS, AnnouncePlan, Shard, choose_shards
-from sapo_node.swarm.fetch import FetchFailed, FetchServer, RateLimit, Shelf
+from sapo_node.swarm.fetch import FetchFailed, FetchServer, Shelf
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError
 from sapo_node.swarm.peers import PeerBook
+from sapo_node.swarm.rate_limit import RateLimit
 from sapo_node.swarm.records import shard_prefix
 
 log = logging.getLogger(__name__)

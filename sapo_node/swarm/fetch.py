@@ -21,6 +21,7 @@ from typing import Final
 from sapo_node.rollouts.codec import HEADER_BYTES, Envelope, Rejected, content_id_of
 from sapo_node.rollouts.schema import Listing
 from sapo_node.swarm import protocol
+from sapo_node.swarm.rate_limit import RateLimit
 from sapo_node.swarm.secret import FRAME_BYTES
 
 CHUNK: Final = FRAME_BYTES
@@ -30,18 +31,6 @@ REQUEST_SECONDS: Final = 5.0
 
 MIN_BYTES_PER_SECOND: Final = 64 * 1024
 """Slower peers are given up: at this rate the largest batch takes 16 s, within half an epoch."""
-
-BURST: Final = 16
-REFILL_PER_SECOND: Final = 4.0
-"""Requests a peer may make at once, and from then on. An honest one fetches each listed batch (8) once."""
-
-TOTAL_BURST: Final = 256
-TOTAL_REFILL_PER_SECOND: Final = 64.0
-"""The same for all peers together: identities are free, so a limit for each is none. Many times what a node's own
-batches are worth to an honest swarm, and a bound for a link and for checking signatures."""
-
-MAX_BUCKETS: Final = 1024
-"""Peers whose rate is remembered; the least recently heard is forgotten."""
 
 MAX_SHELF_BYTES: Final = 64 << 20
 MAX_SHELF_BATCHES: Final = 256
@@ -120,33 +109,6 @@ class Shelf:
     def _drop_oldest(self) -> None:
         _, shelved = self._batches.popitem(last=False)
         self._bytes -= len(shelved.envelope.data)
-
-
-class RateLimit:
-    """Token buckets, one for each peer (BURST requests at once, REFILL_PER_SECOND from then on) and one for all."""
-
-    def __init__(self) -> None:
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # peer id -> tokens, at what time
-        self._total: tuple[float, float] | None = None
-
-    def take(self, peer_id: str, now: float) -> bool:
-        """Whether this peer may ask now; `now` from a monotonic clock."""
-        own = _refilled(self._buckets.pop(peer_id, None), now, BURST, REFILL_PER_SECOND)
-        total = _refilled(self._total, now, TOTAL_BURST, TOTAL_REFILL_PER_SECOND)
-        # What a peer asks beyond its own share takes nothing from the others'.
-        cost = 1.0 if own >= 1.0 and total >= 1.0 else 0.0
-        self._buckets[peer_id], self._total = (own - cost, now), (total - cost, now)
-        if len(self._buckets) > MAX_BUCKETS:
-            self._buckets.popitem(last=False)
-        return cost > 0
-
-
-def _refilled(bucket: tuple[float, float] | None, now: float, burst: int, per_second: float) -> float:
-    """Tokens in a bucket now; an unknown one is full."""
-    if bucket is None:
-        return float(burst)
-    tokens, since = bucket
-    return min(float(burst), tokens + (now - since) * per_second)
 
 
 class FetchServer:

@@ -88,8 +88,9 @@ class _Incoming:
 class Network:
     """One p2pd and this node's place in the network. `await Network.start(...)`, and `close()` in the end.
 
-    `peer_id` and `public_key` are this node's; `p2p` is hivemind's handle for the DHT; peers in `denied` get no answer
-    on streams, gossip or DHT, peers in `foreign` (of another swarm) none in the DHT. `private` swarms: `sealed.py`.
+    `peer_id` and `public_key` are this node's; `p2p` is hivemind's handle for the DHT; peers that are `denied` get no
+    answer on streams, gossip or DHT, peers in `foreign` (of another swarm) none in the DHT. Of `private` swarms:
+    `sealed.py`.
     """
 
     private = False
@@ -98,7 +99,7 @@ class Network:
         self.peer_id = identity.peer_id
         self.public_key = identity.public_key
         self.p2p: Any = None
-        self.denied: set[str] = set()
+        self.denied: Callable[[str], bool] = lambda peer_id: False
         self.foreign: set[str] = set()
         self.reached: Callable[[str, str], object] = lambda peer_id, far_end: None  # told of each stream opened
         self.daemon = daemon
@@ -298,7 +299,7 @@ class Network:
 
     def outside(self, peer_id: str) -> bool:
         """Whether a peer has no place in this swarm's DHT."""
-        return peer_id in self.denied or peer_id in self.foreign
+        return self.denied(peer_id) or peer_id in self.foreign
 
     async def keep(self, peer_id: str) -> None:
         """Ask p2pd to close other connections before this peer's when there are too many."""
@@ -397,7 +398,7 @@ class Network:
                 info = p2pd_pb2.StreamInfo.FromString(await read_message(reader, 4096))
             peer_id = base58.b58encode(info.peer).decode()
             handler = self._handlers.get(info.proto)
-            if handler is None or peer_id in self.denied or not self._has_place(peer_id):
+            if handler is None or self.denied(peer_id) or not self._has_place(peer_id):
                 return
             stream.peer_id, reader.asked = peer_id, False
             async with asyncio.timeout(STREAM_SECONDS):
@@ -476,7 +477,7 @@ class Network:
             while True:
                 message = p2pd_pb2.PSMessage.FromString(await read_message(reader, MAX_CONTROL_BYTES))
                 sender = base58.b58encode(getattr(message, "from")).decode()
-                if sender != self.peer_id and sender not in self.denied and len(message.data) <= MAX_HINT_BYTES:
+                if sender != self.peer_id and not self.denied(sender) and len(message.data) <= MAX_HINT_BYTES:
                     waiting.append((sender, message.data))
                     arrived.set()
         except (OSError, EOFError) as error:

@@ -14,12 +14,10 @@ settings', `denied` is what was said by command (`denials.py`).
 A peer is *aged* when its accepted groups lie a day apart: identities are free, a day of work is not. Under the rule
 `capped` of the sampler half of J comes from aged peers; `standing` tells who is, and for whose share a peer counts.
 
-Everything here is computed from the times passed in (`Unwelcome` alone asks for the time); only `load_peers` and
-`save_peers` touch the disk.
+Everything here is computed from the times passed in; only `load_peers` and `save_peers` touch the disk.
 """
 
 import math
-import time
 from collections.abc import Collection, Iterable
 from enum import StrEnum
 from pathlib import Path
@@ -333,19 +331,6 @@ class PeerBook:
         for record in sorted(self._peers.values(), key=worth)[: max(1, MAX_PEERS // 10)]:
             del self._peers[record.peer_id]
         self._relays = None
-
-
-class Unwelcome(set[str]):
-    """The peers that get no answer, for the network to ask whether one is among them. It holds no ids: it is the book's
-    present opinion, and where only some are allowed every stranger is in it."""
-
-    def __init__(self, book: PeerBook) -> None:
-        """Follows `book`."""
-        super().__init__()
-        self._book = book
-
-    def __contains__(self, peer_id: object) -> bool:
-        return isinstance(peer_id, str) and not self._book.welcome(peer_id, time.time())
 
 
 def decayed(points: float, since: float, now: float) -> float:

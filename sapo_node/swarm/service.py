@@ -22,7 +22,7 @@ from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.schema import Batch, Group, ModelCard
 from sapo_node.swarm.bootstrap import Bootstrap, JoinState, Outcome, Result
 from sapo_node.swarm.candidates import Candidates, public_peers
-from sapo_node.swarm.denials import DenialsUnreadable, Watch
+from sapo_node.swarm.denials import Denials, DenialsUnreadable
 from sapo_node.swarm.dht import SwarmDHT
 from sapo_node.swarm.discovery import RECORD_SECONDS, REWRITE_SECONDS
 from sapo_node.swarm.exchange import Exchange, ExchangeStats
@@ -30,7 +30,7 @@ from sapo_node.swarm.hello import Greeter
 from sapo_node.swarm.outbox import Outbox
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError, PortInUse, check_port_is_free
-from sapo_node.swarm.peers import PeerBook, Unwelcome, load_peers, save_peers
+from sapo_node.swarm.peers import PeerBook, load_peers, save_peers
 from sapo_node.swarm.protocol import PROTO
 from sapo_node.swarm.rendezvous import Rendezvous
 from sapo_node.swarm.sealed import start_network
@@ -61,7 +61,7 @@ class SwarmService:
         self._config = config
         self._identity = identity
         self._data = data
-        self._denials = Watch(data.denied)
+        self._denials = Denials(data.denied)
         known, told = load_peers(data.peers)
         if told:
             log.warning(told)
@@ -174,8 +174,8 @@ class SwarmService:
         )
         dht: SwarmDHT | None = None
         try:
-            network.denied = Unwelcome(self.book)
-            network.reached = lambda peer_id, far_end: self.book.came_from(peer_id, far_end)
+            network.denied = lambda peer_id: not self.book.welcome(peer_id, time.time())
+            network.reached = self.book.came_from
             await self._tell_addresses(network)
             dht = await SwarmDHT.start(network, settings.name, store_for_others=settings.store_for_others)
             greeter = Greeter(network, settings.name)

@@ -35,9 +35,11 @@ class PackedGroup:
     sees_CK: Tensor  # additive mask over P + C keys
 
 
-def install(model: Any) -> None:
-    """Make this the attention of `model`, if its class lets it be chosen."""
+def install(model: Any) -> str:
+    """Make this the attention of `model`, if its class lets it be chosen; returns what it had before."""
+    before: str = model.config._attn_implementation
     model.set_attn_implementation(IMPLEMENTATION)
+    return before
 
 
 def inputs(groups: list[PackedGroup], tokens_RT: Tensor) -> dict[str, Any]:

@@ -318,12 +318,13 @@ def try_out(policy: Policy) -> None:
         if differs(packed=False, split_head=False):
             raise Refused(f"training.model: {policy.name} gives other log-probs when it is batched; it cannot be used")
         policy.notes.append("the model changes its logits behind the output layer: all logits are held in memory")
-    before = policy.model.config._attn_implementation
-    attention.install(policy.model)
-    window = _sliding_window(policy.model.config)
-    policy.packed = window is None and not differs(packed=True, split_head=policy.split_head)
+    policy.packed = False
+    if _sliding_window(policy.model.config) is None:
+        own = attention.install(policy.model)
+        policy.packed = not differs(packed=True, split_head=policy.split_head)
+        if not policy.packed:
+            policy.model.set_attn_implementation(own)
     if not policy.packed:
-        policy.model.set_attn_implementation(before)
         policy.notes.append("the model's attention knows no groups: completions are trained on one a row, slower")
 
 

@@ -144,8 +144,13 @@ def main() -> None:
     worker = PolicyWorker()
     signal.signal(signal.SIGUSR1, interrupt)
     handlers = (
-        *(worker.load, worker.sample, worker.step, worker.score_texts),
-        *(worker.share, worker.send, worker.save),
+        worker.load,
+        worker.sample,
+        worker.step,
+        worker.score_texts,
+        worker.share,
+        worker.send,
+        worker.save,
     )
     workers.serve({handler.__name__: handler for handler in handlers})
 

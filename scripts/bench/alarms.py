@@ -23,18 +23,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a run has one thr
 
 import asyncio
 import copy
-import csv
 import random
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
+import csv_files
 import torch
 import yaml
-from sapo import append, in_processes
+from jobs import in_processes
 from simulation.arms import LEFT_OUT, MIXTURE, REPOSITORY, Arm, mix
 from simulation.node import Node
 from simulation.poison import Kind, Poisoner
@@ -119,9 +119,6 @@ class Result:
     entropy: str
     text_logprob: str
     seconds: float
-
-
-COLUMNS = [field.name for field in (*fields(Run), *fields(Result))]
 
 
 class Course:
@@ -226,16 +223,7 @@ def lasting(node: Node) -> set[tuple[str, str]]:
 
 def read(file: Path) -> dict[Run, dict[str, str]]:
     """The runs that a file holds."""
-    if not file.exists():
-        return {}
-    with file.open(newline="") as handle:
-        return {Run(row["trial"], int(row["seed"]), int(row["rounds"])): row for row in csv.DictReader(handle)}
-
-
-def row(run: Run, result: Result) -> dict[str, str]:
-    """One line of the results."""
-    values = asdict(run) | asdict(result)
-    return {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in values.items()}
+    return {csv_files.typed(line, Run): line for line in csv_files.read(file)}
 
 
 def take(run: Run) -> Result:
@@ -265,7 +253,7 @@ def run_trials(file: Path, only: str | None, rounds: int, seeds: int, workers: i
     jobs = {run: (take, run) for run in wanted if run not in done and only in (None, run.trial)}
 
     def ended(run: Run, result: Result) -> str:
-        append(file, COLUMNS, [row(run, result)])
+        csv_files.append(file, [csv_files.row(run, result)])
         return f"{run.trial}, seed {run.seed}: began {result.began or 'none'}, ended {result.ended or 'none'}"
 
     in_processes(jobs, workers, ended)

@@ -15,24 +15,20 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a run has one thread
 
 import asyncio
-import csv
-import multiprocessing
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Any, TypeVar
 
 import click
+from csv_files import append, row
+from jobs import in_processes
 from simulation import processes
 from simulation import propagation as spread
 from simulation import report as tables
 from simulation.arms import ARMS, REPOSITORY
-from simulation.stages import BASES, BORROW, DRAWN, REFERENCES, ROUNDS, STAGES, TASK, TEACHERS, TRIALS, rate
-from simulation.swarm import COLUMNS, Point, Run, execute, row
+from simulation.stages import BASES, BORROW, DRAWN, RATE, REFERENCES, ROUNDS, STAGES, TASK, TEACHERS, TRIALS
+from simulation.swarm import Point, Run, execute
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "sapo"
 
@@ -86,7 +82,7 @@ def run(results: Path, stage: str, workers: int, bases: Path) -> None:
     jobs = {one: (take, one, base_of(bases, one.base)) for one in todo}
 
     def ended(one: Run, points: list[Point]) -> str:
-        append(file, COLUMNS, [row(one, point) for point in points])
+        append(file, [row(one, point) for point in points])
         return (
             f"{one.arm}, {one.base}, seed {one.seed}, lr {one.lr:g}: held-out {points[0].held_out:.3f} -> "
             f"{points[-1].last:.3f}"
@@ -115,7 +111,7 @@ def run_propagation(results: Path, workers: int, bases: Path) -> None:
     }
 
     def ended(one: spread.Trial, levels: list[spread.Level]) -> str:
-        append(file, spread.COLUMNS, [spread.row(one, level) for level in levels])
+        append(file, [row(one, level) for level in levels])
         return f"{one.variant}, seed {one.seed}: others {levels[0].others:.3f} -> {levels[-1].others:.3f}"
 
     in_processes(jobs, workers, ended)
@@ -132,8 +128,8 @@ def run_processes(results: Path, repeats: int, bases: Path) -> None:
     for repeat in range(repeats):
         for arm in REFERENCES:
             if (arm, repeat) not in done:
-                found = processes.execute(ARMS[arm], base_of(bases, "base-0"), rate(arm), ROUNDS, repeat)
-                append(file, processes.COLUMNS, [processes.row(one) for one in found])
+                found = processes.execute(ARMS[arm], base_of(bases, "base-0"), RATE, ROUNDS, repeat)
+                append(file, map(row, found))
                 click.echo(f"{arm}, run {repeat}: held-out {found[0].held_out:.3f} -> {found[-1].held_out:.3f}")
 
 
@@ -142,38 +138,6 @@ def base_of(bases: Path, name: str) -> Path:
     if not (bases / name).is_dir():
         raise click.ClickException(f"{bases / name} is missing; make it: python scripts/bench/sapo.py bases")
     return bases / name
-
-
-K = TypeVar("K")
-R = TypeVar("R")
-
-
-def in_processes(jobs: dict[K, tuple[Any, ...]], workers: int, ended: Callable[[K, R], str]) -> None:
-    """Call each job's function in a process of its own; `ended` takes its key and result, and says what to tell.
-
-    A job that fails is told and costs the others nothing. Raises ClickException at the end if there was one.
-    """
-    began, taken, failed = time.monotonic(), 0, 0
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
-    try:
-        waiting: dict[Future[R], K] = {pool.submit(*job): key for key, job in jobs.items()}
-        while waiting:
-            done, _ = wait(waiting, return_when=FIRST_COMPLETED)
-            for future in done:
-                key = waiting.pop(future)
-                taken += 1
-                if (error := future.exception()) is not None:
-                    failed += 1
-                    click.echo(f"{taken} of {len(jobs)}: {key} failed: {type(error).__name__}: {error}", err=True)
-                    continue
-                told = ended(key, future.result())
-                minutes = (time.monotonic() - began) / 60
-                left = minutes / taken * len(waiting)
-                click.echo(f"{taken} of {len(jobs)}: {told}; {minutes:.0f} min, about {left:.0f} more")
-    finally:
-        pool.shutdown(cancel_futures=True)
-    if failed:
-        raise click.ClickException(f"{failed} of {len(jobs)} runs failed; the same command takes them again")
 
 
 @cli.command()
@@ -212,16 +176,6 @@ def finished(file: Path) -> dict[Run, float]:
 def spread_of(one: spread.Trial, base: Path, teacher: Path | None) -> list[spread.Level]:
     """One trial, in a process of the pool."""
     return asyncio.run(spread.execute(one, base, teacher, lambda taken: None))
-
-
-def append(file: Path, columns: Sequence[str], rows: Iterable[dict[str, str]]) -> None:
-    """Add a whole run in one write."""
-    new = not file.exists()
-    with file.open("a", newline="") as handle:
-        writer = csv.DictWriter(handle, columns)
-        if new:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 if __name__ == "__main__":

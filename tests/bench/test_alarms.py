@@ -9,7 +9,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts" / "bench"))
 
 import alarms
-from sapo import append
+from csv_files import append, row
 
 
 @pytest.mark.slow  # fifteen rounds of two policies: 6 s on an idle core
@@ -24,7 +24,7 @@ def test_a_hack_that_is_sent_by_peers_is_noticed_by_every_node() -> None:
 def test_results_come_back_from_their_file(tmp_path: Path) -> None:
     run = alarms.Run("honest", 3, 500)
     result = alarms.Result("", "", "", 0, "0.1 0.1 0.2", "0.1 0.1 0.2", "", "", 1.5)
-    append(tmp_path / "a.csv", alarms.COLUMNS, [alarms.row(run, result)])
+    append(tmp_path / "a.csv", [row(run, result)])
     assert list(alarms.read(tmp_path / "a.csv")) == [run]
 
 

@@ -12,13 +12,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts" / "bench"))
 
-from sapo import append, finished, in_processes
+from csv_files import append, row
+from jobs import in_processes
+from sapo import finished
 from simulation import processes, propagation
 from simulation.arms import ARMS, REPOSITORY, Arm, mix
 from simulation.poison import Kind
 from simulation.report import by_arm, comparison, ratio, read
 from simulation.stages import BASES, STAGES, TASK, TEACHERS
-from simulation.swarm import COLUMNS, Point, Run, execute, row, swarm
+from simulation.swarm import Point, Run, execute, swarm
 
 from sapo_node.training.sapo import informative
 
@@ -87,7 +89,7 @@ def test_own_past_groups_come_back_and_no_others() -> None:
 
 
 def write(file: Path, run: Run, points: list[Point]) -> None:
-    append(file, COLUMNS, [row(run, point) for point in points])
+    append(file, [row(run, point) for point in points])
 
 
 def test_results_come_back_from_their_file_and_unfinished_runs_do_not(tmp_path: Path) -> None:
@@ -152,7 +154,7 @@ def test_trials_of_propagation_come_back_from_their_file(tmp_path: Path) -> None
             propagation.Level(round=0, teacher=0.5, others=0.0, lowest=0.0, mean=0.1, seconds=0.0),
             propagation.Level(round=10, teacher=None, others=(0.1, 0.3)[seed], lowest=0.0, mean=0.1, seconds=2.5),
         ]
-        append(file, propagation.COLUMNS, [propagation.row(trial, level) for level in levels])
+        append(file, [row(trial, level) for level in levels])
     found = propagation.read(file)
     assert list(found.values())[1] == levels
     assert [propagation.crossing(one) for one in found.values()] == [None, 10]
@@ -164,7 +166,7 @@ def test_an_arm_runs_as_real_processes_and_its_curve_comes_back(tmp_path: Path) 
     found = processes.execute(arm, EMBEDDED, 3e-4, 2, repeat=0)
     assert [one.round for one in found] == [0, 2]
     assert all(0.0 <= one.lowest <= one.held_out <= one.highest <= 1.0 for one in found)
-    append(tmp_path / "processes.csv", processes.COLUMNS, [processes.row(one) for one in found])
+    append(tmp_path / "processes.csv", map(row, found))
     assert list(processes.read(tmp_path / "processes.csv")) == [("4/4", 0)]
 
 

@@ -18,10 +18,10 @@ from sapo_node.rollouts.schema import Announcement, Listing
 from sapo_node.swarm import protocol
 from sapo_node.swarm.catalogue import BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, Catalogue
 from sapo_node.swarm.exchange import Exchange
-from sapo_node.swarm.fetch import BURST
 from sapo_node.swarm.hivemind_light import p2pd_pb2
 from sapo_node.swarm.p2p import MAX_HINT_BYTES, MAX_QUEUED_HINTS, Network
 from sapo_node.swarm.peers import PeerBook
+from sapo_node.swarm.rate_limit import BURST
 from sapo_node.swarm.records import shard_prefix
 
 SWARM = "test"
@@ -140,7 +140,7 @@ def pumped(messages: list[tuple[bytes, bytes]]) -> list[tuple[str, bytes]]:
 
     async def pump() -> list[tuple[str, bytes]]:
         network = Network.__new__(Network)
-        network.peer_id, network.denied = "me", set()
+        network.peer_id, network.denied = "me", set().__contains__
         reader = asyncio.StreamReader(limit=1 << 24)
         for sender, data in messages:
             body = p2pd_pb2.PSMessage(**{"from": sender}, data=data).SerializeToString()

@@ -11,10 +11,11 @@ import base58
 import pytest
 
 from sapo_node.swarm import p2p, protocol
-from sapo_node.swarm.fetch import BURST, CHUNK, FetchFailed, RateLimit
+from sapo_node.swarm.fetch import CHUNK, FetchFailed
 from sapo_node.swarm.hivemind_light import p2pd_pb2
 from sapo_node.swarm.p2p import Network, _RequestReader
 from sapo_node.swarm.p2pd import read_message
+from sapo_node.swarm.rate_limit import BURST, RateLimit
 from tests.swarm.conftest import Loopback
 from tests.swarm.test_fetch import ask, envelope, head, in_loop, listing, server, shelf
 
@@ -77,7 +78,7 @@ async def test_an_endless_answer_is_read_no_further_than_announced() -> None:
 def incoming(folder: Path) -> tuple[Network, list[str]]:
     """A network without p2pd, whose stream handler holds every stream it is given; who has one."""
     network = Network.__new__(Network)
-    network.denied, network.foreign = set(), set()
+    network.denied, network.foreign = set().__contains__, set()
     network._streams, network._closed = {}, False
     served: list[str] = []
 

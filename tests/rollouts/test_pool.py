@@ -113,21 +113,29 @@ def test_rewards_must_fit_the_completions(path: Path) -> None:
 # Candidates
 
 
+RIGHT, HALF = [1.0, 1.0], [1.0, 0.0]
+
+
+async def keep_recent(pool: Pool, rewards: list[list[float]]) -> None:
+    """Two groups of gcd, the first of which is used, one of bf, and one of bf that is too old; with these rewards."""
+    first, second, other, old = rewards
+    [used, *_] = await pool.add_local(
+        "me",
+        [
+            new_group(0, rewards=first),
+            new_group(1, rewards=second),
+            new_group(2, rewards=other, name="bf"),
+            new_group(3, rewards=old, name="bf", epoch=EPOCH - 20),
+        ],
+        NOW,
+    )
+    await pool.consume([used], 1)
+
+
 def test_yields_count_recent_groups_of_all_by_task_and_settings(path: Path) -> None:
     async def use(pool: Pool) -> None:
-        right, half = [1.0, 1.0], [1.0, 0.0]
-        [used, *_] = await pool.add_local(
-            "me",
-            [
-                new_group(0, rewards=half),
-                new_group(1, rewards=right),
-                new_group(2, rewards=half, name="bf"),
-                new_group(3, rewards=half, name="bf", epoch=EPOCH - 20),  # too old
-            ],
-            NOW,
-        )
-        await pool.consume([used], 1)
-        await pool.add_external("peer", bytes(32), [new_group(4, rewards=half), new_group(5, rewards=right)], NOW)
+        await keep_recent(pool, [HALF, RIGHT, HALF, HALF])
+        await pool.add_external("peer", bytes(32), [new_group(4, rewards=HALF), new_group(5, rewards=RIGHT)], NOW)
         found = await pool.yields(NOW)
         assert {name: counted for (name, _), counted in found.items()} == {"gcd": (2, 4), "bf": (1, 1)}
         assert set(found) == {(g.task.name, g.task.config_hash) for g in (new_group(0), new_group(2, name="bf"))}
@@ -137,18 +145,7 @@ def test_yields_count_recent_groups_of_all_by_task_and_settings(path: Path) -> N
 
 def test_own_rewards_are_means_by_task_over_recent_groups_used_or_not(path: Path) -> None:
     async def use(pool: Pool) -> None:
-        right, half = [1.0, 1.0], [1.0, 0.0]
-        [used, *_] = await pool.add_local(
-            "me",
-            [
-                new_group(0, rewards=right),
-                new_group(1, rewards=half),
-                new_group(2, rewards=half, name="bf"),
-                new_group(3, rewards=right, name="bf", epoch=EPOCH - 20),  # too old
-            ],
-            NOW,
-        )
-        await pool.consume([used], 1)
+        await keep_recent(pool, [RIGHT, HALF, HALF, RIGHT])
         await pool.add_external("peer", bytes(32), [new_group(4, rewards=[0.0, 0.0])], NOW)
         assert await pool.own_rewards(NOW) == {"gcd": 0.75, "bf": 0.5}
 

@@ -8,7 +8,7 @@ import pytest
 from sapo_node.errors import SapoError
 from sapo_node.identity import peer_id_from_public_key
 from sapo_node.swarm import denials
-from sapo_node.swarm.denials import DenialsUnreadable, Watch
+from sapo_node.swarm.denials import Denials, DenialsUnreadable
 
 NOW = 1.8e9
 
@@ -79,12 +79,12 @@ def test_a_file_that_cannot_be_read_is_named_and_keeps_a_node_from_starting(tmp_
     path = tmp_path / "denied.json"
     path.write_bytes(content)
     with pytest.raises(DenialsUnreadable, match=r"denied\.json"):
-        Watch(path)
+        Denials(path)
 
 
 def test_a_running_node_notices_each_change_once(tmp_path: Path) -> None:
     path = tmp_path / "denied.json"
-    watch = Watch(path)
+    watch = Denials(path)
     assert not watch.changed()
     denials.deny(path, peer(1), NOW, purge=False)
     assert watch.changed()
@@ -98,7 +98,7 @@ def test_a_running_node_notices_each_change_once(tmp_path: Path) -> None:
 def test_a_file_that_breaks_while_the_node_runs_changes_nothing_and_is_told_once(tmp_path: Path) -> None:
     path = tmp_path / "denied.json"
     denials.deny(path, peer(1), NOW, purge=False)
-    watch = Watch(path)
+    watch = Denials(path)
     path.write_bytes(b"{")
     with pytest.raises(DenialsUnreadable):
         watch.changed()

@@ -12,7 +12,8 @@ import pytest
 from sapo_node.rollouts.codec import HEADER_BYTES, Envelope
 from sapo_node.rollouts.schema import Listing
 from sapo_node.swarm import fetch, protocol
-from sapo_node.swarm.fetch import FetchFailed, FetchServer, RateLimit, Shelf, Status
+from sapo_node.swarm.fetch import FetchFailed, FetchServer, Shelf, Status
+from sapo_node.swarm.rate_limit import BURST
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 HUGE = 1e12
@@ -197,27 +198,11 @@ async def test_silence_frees_the_server_at_the_deadline(monkeypatch: pytest.Monk
 async def test_a_greedy_peer_is_told_to_wait() -> None:
     e = envelope(500)
     handler = serve(shelf(e))
-    for _ in range(fetch.BURST):
+    for _ in range(BURST):
         await ask(handler, listing(e))
     with pytest.raises(FetchFailed, match="busy") as failure:
         await ask(handler, listing(e))
     assert not failure.value.fault
-
-
-def test_the_rate_refills_and_is_kept_apart_for_each_peer() -> None:
-    rate = RateLimit()
-    assert all(rate.take("a", 0.0) for _ in range(fetch.BURST))
-    assert not rate.take("a", 0.0)
-    assert rate.take("b", 0.0)
-    assert rate.take("a", 1.0 / fetch.REFILL_PER_SECOND)
-    assert not rate.take("a", 1.0 / fetch.REFILL_PER_SECOND)
-
-
-def test_the_rate_table_is_bounded() -> None:
-    rate = RateLimit()
-    for i in range(2 * fetch.MAX_BUCKETS):
-        rate.take(f"peer{i}", 0.0)
-    assert len(rate._buckets) == fetch.MAX_BUCKETS
 
 
 def test_the_shelf_lists_the_newest_first_and_not_more_than_fit() -> None:

@@ -1,14 +1,13 @@
 """Scores: what raises and lowers them, when a peer is shunned and forgiven, and what survives a restart."""
 
 import os
-import time
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from sapo_node.swarm import peers
-from sapo_node.swarm.peers import AGED_SECONDS, Found, PeerBook, Unwelcome, forgiven_at, load_peers, save_peers
+from sapo_node.swarm.peers import AGED_SECONDS, Found, PeerBook, forgiven_at, load_peers, save_peers
 
 
 def test_strangers_are_welcome() -> None:
@@ -72,14 +71,13 @@ def test_the_owners_word_comes_first() -> None:
 
 def test_the_network_answers_nobody_who_is_denied_or_shunned_or_not_among_the_allowed() -> None:
     book = PeerBook(deny=["set"])
-    unwelcome = Unwelcome(book)
     for _ in range(4):
-        book.rejected("bad", time.time())
-    assert [peer in unwelcome for peer in ("set", "bad", "fine")] == [True, True, False]
+        book.rejected("bad", 0.0)
+    assert [book.welcome(peer, 0.0) for peer in ("set", "bad", "fine")] == [False, False, True]
     book.denied = frozenset({"fine"})
-    assert "fine" in unwelcome
-    assert "stranger" in Unwelcome(PeerBook(allow=["friend"]))
-    assert "friend" not in Unwelcome(PeerBook(allow=["friend"]))
+    assert not book.welcome("fine", 0.0)
+    assert not PeerBook(allow=["friend"]).welcome("stranger", 0.0)
+    assert PeerBook(allow=["friend"]).welcome("friend", 0.0)
 
 
 def test_a_denial_wins_over_an_allowance_wherever_they_are_said() -> None:

@@ -14,7 +14,7 @@ import base58
 import msgspec
 
 from hostile_bench.work_kinds import texts_digest
-from sapo_node.rollouts.pool import _unpack, coordinates
+from sapo_node.rollouts.pool import coordinates, unpack_completions
 from sapo_node.rollouts.schema import TaskRef
 from sapo_node.swarm import protocol
 from sapo_node.tasks.base import TaskRefused, TaskSpec
@@ -78,7 +78,7 @@ class PoolReader:
             epoch=epoch,
             index=index,
         )
-        texts = [completion.text for completion in _unpack(blob)]
+        texts = [completion.text for completion in unpack_completions(blob)]
         kept = Kept(producer, task, question, msgspec.json.decode(rewards, type=list[float]), texts)
         self._newest = group_id
         if origin == "external":

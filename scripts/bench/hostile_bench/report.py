@@ -1,11 +1,12 @@
 """Results of the runs: one line each in a CSV file, a table of pairs, and which goals were reached."""
 
-import csv
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
 from typing import Final
+
+import csv_files
 
 KINDS: Final = ("streams", "hints", "dht", "work", "valid")
 ATTACKERS: Final = "attackers"
@@ -155,24 +156,9 @@ def _goal(reached: bool, what: str) -> str:
 
 def append(file: Path, results: Sequence[Result]) -> None:
     """Add runs to a results file, which is made with its head where it is missing."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not file.exists() or file.stat().st_size == 0
-    with file.open("a", newline="") as handle:
-        writer = csv.DictWriter(handle, COLUMNS, lineterminator="\n")
-        if fresh:
-            writer.writeheader()
-        for one in results:
-            writer.writerow({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in asdict(one).items()})
+    csv_files.append(file, map(csv_files.row, results))
 
 
 def read(file: Path) -> list[Result]:
     """Runs of a results file; none where there is none."""
-    if not file.exists():
-        return []
-    with file.open(newline="") as handle:
-        return [_result(row) for row in csv.DictReader(handle)]
-
-
-def _result(row: dict[str, str]) -> Result:
-    kinds: dict[object, type] = {int: int, float: float, str: str}
-    return Result(**{field.name: kinds[field.type](row[field.name]) for field in fields(Result)})
+    return [csv_files.typed(line, Result) for line in csv_files.read(file)]

@@ -210,8 +210,8 @@ class Run:
     # Before
 
     def _prepare(self) -> list[Node]:
-        with local_swarm._reserved_ports(NODES) as ports:
-            return local_swarm._write_nodes(self.folder, self.base, ports, None, prefer=True)
+        with local_swarm.reserved_ports(NODES) as ports:
+            return local_swarm.write_nodes(self.folder, self.base, ports, None, prefer=True)
 
     def _start_others(self) -> None:
         addresses = []
@@ -254,7 +254,7 @@ class Run:
         """Start the nodes; in the end stop the others, then the nodes, and leave nothing running."""
         try:
             for node in self.nodes:
-                local_swarm._spawn(node, [sys.executable, "-m", "sapo_node", "start", "--config"])
+                local_swarm.spawn(node, [sys.executable, "-m", "sapo_node", "start", "--config"])
             self.traces = [Trace(node.process.pid) for node in self.nodes if node.process]
             yield
         finally:

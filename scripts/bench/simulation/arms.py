@@ -77,7 +77,6 @@ ARMS = {
         Arm("2/6", mix(2, 6)),
         Arm("4/0", mix(4, 0)),
         # Rules.
-        Arm("drop", mix(4, 4, **DROP)),
         Arm("refill", mix(4, 4, **REFILL)),
         Arm("drop+refill", mix(4, 4, **DROP, **REFILL)),
         Arm("drop+refill+coverage", mix(4, 4, **DROP, **REFILL, **COVERAGE)),

@@ -20,13 +20,13 @@ from sapo_node.inference.base import EngineStatus, SampledBatch, SamplingParams
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.monitor.watch import Watch
 from sapo_node.rollouts.arrivals import Arrivals
-from sapo_node.rollouts.codec import Opened, encode_batch, open_batch
+from sapo_node.rollouts.codec import Opened
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.sampling import SampledGroups, Sampling
-from sapo_node.rollouts.schema import Batch, Group, ModelCard
+from sapo_node.rollouts.schema import Group
 from sapo_node.swarm.exchange import Received
 from sapo_node.swarm.peers import PeerBook
-from sapo_node.swarm.protocol import EPOCH_SECONDS, PROTO
+from sapo_node.swarm.protocol import EPOCH_SECONDS
 from sapo_node.tasks import mixture
 from sapo_node.tasks import reasoning_gym as gym
 from sapo_node.tasks.base import Judged, Question, TaskRefused, TaskSpec, answer_digest, question_sha256
@@ -36,6 +36,8 @@ from sapo_node.training.drift import score_texts
 from sapo_node.training.policy import load_policy
 from sapo_node.training.rounds import RoundEvents, Rounds
 from sapo_node.training.trainer import Trainer
+
+from .batches import signed
 
 FIRST_EPOCH = 60_000_000  # any; questions follow from it
 KEPT_VERDICTS = 20_000  # groups whose rewards are remembered: each is judged by several nodes within a few rounds
@@ -183,16 +185,7 @@ class Node:
         self._drawn = await self._rounds.draw()
         if not self._outgoing:
             return None
-        batch = Batch(
-            proto=PROTO,
-            swarm=self._swarm,
-            peer_id=self.identity.peer_id,
-            seq=round,
-            created_at=self._clock(),
-            model=ModelCard(name="bench", params=0, licence="apache-2.0", tokenizer_sha256=bytes(32)),
-            groups=list(self._outgoing),
-        )
-        return open_batch(encode_batch(batch, self.identity).data, self._swarm)
+        return signed(self.identity, self._swarm, list(self._outgoing), round, self._clock())
 
     async def receive(self, opened: Opened) -> None:
         """Take over a batch of another node."""

@@ -16,12 +16,14 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
-from sapo_node.rollouts.codec import Opened, encode_batch, open_batch
-from sapo_node.rollouts.schema import Batch, Completion, Group, ModelCard, TaskRef
-from sapo_node.swarm.protocol import MAX_GROUPS, PROTO, epoch_of, question_seed
+from sapo_node.rollouts.codec import Opened
+from sapo_node.rollouts.schema import Completion, Group, TaskRef
+from sapo_node.swarm.protocol import MAX_GROUPS, epoch_of, question_seed
 from sapo_node.tasks import mixture
 from sapo_node.tasks import reasoning_gym as gym
 from sapo_node.tasks.base import TaskRefused, TaskSpec, is_eval_question, question_sha256
+
+from .batches import signed
 
 Kind = Literal["constant", "style", "negative", "easy"]
 """constant: only questions to which a task's most frequent answer is right, against other answers. style: right answers
@@ -65,16 +67,7 @@ class Poisoner:
             texts = self._texts(asked, rng)
             if texts and len(groups) < MAX_GROUPS:
                 groups.append(self._group(asked, texts, epoch))
-        batch = Batch(
-            proto=PROTO,
-            swarm=self._config.swarm.name,
-            peer_id=self.identity.peer_id,
-            seq=round,
-            created_at=self._clock(),
-            model=ModelCard(name="bench", params=0, licence="apache-2.0", tokenizer_sha256=bytes(32)),
-            groups=groups,
-        )
-        return open_batch(encode_batch(batch, self.identity).data, self._config.swarm.name)
+        return signed(self.identity, self._config.swarm.name, groups, round, self._clock())
 
     def _questions(self, epoch: int, rng: random.Random) -> list[_Question]:
         """Its questions of this epoch, in a random order."""

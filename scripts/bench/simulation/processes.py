@@ -4,15 +4,15 @@ What differs is what the simulation leaves out: nodes wait for nobody, groups co
 sampling noise are new every time, so no two runs are paired.
 """
 
-import csv
 import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
+import csv_files
 import yaml
 
 from sapo_node.monitor import history
@@ -37,9 +37,6 @@ class Real:
     held_out: float
     lowest: float
     highest: float
-
-
-COLUMNS = [field.name for field in fields(Real)]
 
 
 def execute(arm: Arm, base: Path, lr: float, rounds: int, repeat: int) -> list[Real]:
@@ -72,28 +69,12 @@ def execute(arm: Arm, base: Path, lr: float, rounds: int, repeat: int) -> list[R
     ]
 
 
-def row(one: Real) -> dict[str, str]:
-    """One line of the results."""
-    return {name: f"{value:.6g}" if isinstance(value, float) else str(value) for name, value in asdict(one).items()}
-
-
 def read(file: Path) -> dict[tuple[str, int], list[Real]]:
     """Runs of a results file by arm and repeat; none where there is none."""
     found: dict[tuple[str, int], list[Real]] = defaultdict(list)
-    if file.exists():
-        with file.open(newline="") as handle:
-            for line in csv.DictReader(handle):
-                one = Real(
-                    arm=line["arm"],
-                    base=line["base"],
-                    lr=float(line["lr"]),
-                    repeat=int(line["repeat"]),
-                    round=int(line["round"]),
-                    held_out=float(line["held_out"]),
-                    lowest=float(line["lowest"]),
-                    highest=float(line["highest"]),
-                )
-                found[one.arm, one.repeat].append(one)
+    for line in csv_files.read(file):
+        one = csv_files.typed(line, Real)
+        found[one.arm, one.repeat].append(one)
     return dict(found)
 
 

@@ -4,16 +4,15 @@ The first node begins as a teacher, a base that kept more right answers to one t
 Measured is the others' held-out pass@1 on that task.
 """
 
-import csv
 import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
 from typing import Any, Literal
 
-import msgspec
+import csv_files
 import torch
 
 from sapo_node.evaluate import HeldOut
@@ -24,7 +23,6 @@ from .swarm import swarm
 LEVEL = 0.25  # median of the others' pass@1 from which the skill counts as theirs
 EVAL_EVERY = 10  # rounds
 SAMPLES = 4
-INTEGERS = ("seed", "rounds", "round")
 AFTER_REMOVAL = 40  # rounds that are still taken when the teacher has gone
 
 Variant = Literal["teacher", "perfect teacher", "no teacher", "alone", "removed"]
@@ -102,28 +100,11 @@ async def execute(trial: Trial, base: Path, teacher: Path | None, told: Callable
             told(number)
 
 
-COLUMNS = [field.name for field in (*fields(Trial), *fields(Level))]
-
-
-def row(trial: Trial, level: Level) -> dict[str, str]:
-    """One line of the results."""
-    values = asdict(trial) | asdict(level)
-    return {
-        name: "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-        for name, value in values.items()
-    }
-
-
 def read(file: Path) -> dict[Trial, list[Level]]:
     """The trials of a results file; none where there is none."""
     found: dict[Trial, list[Level]] = defaultdict(list)
-    if file.exists():
-        with file.open(newline="") as handle:
-            for line in csv.DictReader(handle):
-                numbers = {name: float(line[name]) if line[name] else None for name in COLUMNS[2:]}
-                values = {name: int(value or 0) if name in INTEGERS else value for name, value in numbers.items()}
-                trial = msgspec.convert({"variant": line["variant"], "task": line["task"], **values}, Trial)
-                found[trial].append(msgspec.convert(values, Level))
+    for line in csv_files.read(file):
+        found[csv_files.typed(line, Trial)].append(csv_files.typed(line, Level))
     return dict(found)
 
 

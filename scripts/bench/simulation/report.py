@@ -1,11 +1,12 @@
 """From results to tables and pictures."""
 
-import csv
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
+
+import csv_files
 
 from .stats import Curve, Key, Ratio, area, paired_ratio, reached
 from .swarm import Run
@@ -47,16 +48,11 @@ class Result:
 
 def read(file: Path) -> list[Result]:
     """The finished runs of a results file, in its order; none where there is none."""
-    if not file.exists():
-        return []
     points: dict[Run, list[dict[str, float]]] = defaultdict(list)
     names = [one.name for one in fields(Run)]
-    with file.open(newline="") as handle:
-        for line in csv.DictReader(handle):
-            run = Run(
-                line["stage"], line["arm"], line["base"], int(line["seed"]), float(line["lr"]), int(line["rounds"])
-            )
-            points[run].append({key: float(value) for key, value in line.items() if key not in names and value})
+    for line in csv_files.read(file):
+        numbers = {key: float(value) for key, value in line.items() if key not in names and value}
+        points[csv_files.typed(line, Run)].append(numbers)
     return [Result(run, found) for run, found in points.items() if "last" in found[-1]]
 
 

@@ -35,18 +35,13 @@ def _lr() -> Iterable[Run]:
     return (Run("lr", arm, "base-0", seed, lr, ROUNDS) for seed in range(3) for lr in TRIED for arm in TUNED)
 
 
-# What the first stage found best. Arms that were not tuned inherit the rate of the tuned arm they are nearest to.
-RATES = {"8/0": 3e-4, "4/4": 3e-4, "wide": 3e-4}
-
-
-def rate(arm: str) -> float:
-    """An arm's learning rate."""
-    return RATES["8/0" if arm.startswith(("8/0", "pooled")) else "wide" if arm.startswith("wide") else "4/4"]
+RATE = 3e-4
+"""What the first stage found best for each arm that was tuned; the others inherit it."""
 
 
 def _runs(stage: str, arms: Iterable[str], base: str, seeds: Iterable[int]) -> Iterable[Run]:
     arms = list(arms)
-    return (Run(stage, arm, base, seed, rate(arm), ROUNDS) for seed in seeds for arm in arms)
+    return (Run(stage, arm, base, seed, RATE, ROUNDS) for seed in seeds for arm in arms)
 
 
 # 2. Rules, and 3. controls.
@@ -70,8 +65,4 @@ DRAWN = ("rules",)  # stages of which `report` draws the curves
 
 # 5. Propagation.
 VARIANTS: tuple[Variant, ...] = ("teacher", "perfect teacher", "no teacher", "alone", "removed")
-TRIALS = [
-    Trial(variant, TASK, seed, RATES["8/0" if variant == "alone" else "4/4"], ROUNDS)
-    for seed in range(3)
-    for variant in VARIANTS
-]
+TRIALS = [Trial(variant, TASK, seed, RATE, ROUNDS) for seed in range(3) for variant in VARIANTS]

@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -68,18 +68,6 @@ class Point:
     seconds: float  # CPU time since the start, evaluations left out
     last: float | None = None
     last_any: float | None = None
-
-
-COLUMNS = [field.name for field in (*fields(Run), *fields(Point))]
-
-
-def row(run: Run, point: Point) -> dict[str, str]:
-    """One line of the results."""
-    values = asdict(run) | asdict(point)
-    return {
-        name: "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
-        for name, value in values.items()
-    }
 
 
 class Swarm:
