@@ -60,7 +60,7 @@ def found(node: Node) -> dict[str, int]:
 
 def wait_for_the_other(node: Node) -> None:
     node.wait(lambda: bool(node.rounds) and node.rounds[-1].peers == 1, "the other trainer", 90)
-    assert found(node).get("peers file") == 1
+    node.wait(lambda: found(node).get("peers file") == 1, "to write down how it joined", 10)
 
 
 def wait_to_go_on_without_it(node: Node) -> None:
