@@ -16,12 +16,13 @@ from csv_files import append, row
 from jobs import in_processes
 from sapo import finished
 from simulation import processes, propagation
-from simulation.arms import ARMS, REPOSITORY, Arm, mix
+from simulation.arms import ARMS, REPOSITORY, SECOND_BASE, Arm, mix
 from simulation.poison import Kind
-from simulation.report import by_arm, comparison, ratio, read
-from simulation.stages import BASES, STAGES, TASK, TEACHERS
+from simulation.report import by_arm, claims, comparison, costs, ratio, read
+from simulation.stages import BASES, STAGES, TASK, TEACHERS, Claim
 from simulation.swarm import Point, Run, execute, swarm
 
+from sapo_node.training.base import TrainCompletion, TrainGroup
 from sapo_node.training.sapo import informative
 
 pytestmark = pytest.mark.slow
@@ -122,6 +123,14 @@ def test_results_come_back_from_their_file_and_unfinished_runs_do_not(tmp_path: 
     assert found is not None
     assert found.estimate == pytest.approx(2.0)
     assert "| a | 2 | 0.200 |" in comparison(results, ["b"])
+    assert "| a | 2 of 2, 5, 5, 5 | 2 of 2, 10, 10, 10 | 2 of 2, 15, 15, 15 |" in costs(results)
+    assert "| b | 2 of 2, 10, 10, 10 | 2 of 2, 20, 20, 20 | 0 of 2 |" in costs(results)
+    told = claims(results, [Claim("a", "b", "more", 1.1), Claim("b", "a", "less", 1.0), Claim("c", "a", "new", 1.0)])
+    assert [line.rpartition(" | ")[2] for line in told.splitlines()[2:]] == [
+        "reached |",
+        "**not reached** |",
+        "not run yet |",
+    ]
 
 
 def test_every_arm_has_settings_that_a_node_takes() -> None:
@@ -144,6 +153,50 @@ def test_specialised_nodes_ask_what_others_do_not() -> None:
     arm = ARMS["4/4 specialised"]
     weights = [[task.weight for task in arm.config(EMBEDDED, 1e-4, node).tasks.mixture] for node in (0, 1)]
     assert weights[0][0] == weights[1][1] > 3 * weights[0][1] == 3 * weights[1][0]
+
+
+def test_nodes_of_another_family_and_tokenizer_take_part(tmp_path: Path) -> None:
+    (tmp_path / "base").symlink_to(EMBEDDED)
+    (tmp_path / SECOND_BASE).symlink_to(REPOSITORY / "tests" / "assets" / "neox")
+
+    async def families() -> tuple[list[str], list[float]]:
+        async with swarm(small("4/4 mixed"), tmp_path / "base", 0, 1e-3) as (made, _, _):
+            taken = []
+            for number in range(6):
+                await made.round(number)
+                taken += [node.record.external_groups for node in made.nodes if node.record]
+            return [node.policy.trainer.policy.model.config.model_type for node in made.nodes], taken
+
+    kinds, taken = asyncio.run(families())
+    assert kinds == ["llama", "gpt_neox"]
+    assert sum(taken) > 0
+
+
+def test_supervised_targets_are_others_right_answers_and_no_more() -> None:
+    def group(origin: Any) -> TrainGroup:
+        texts = [TrainCompletion(text=text, finish="stop") for text in ("1", "2", "3", "4")]
+        rewards = [1.0, 0.0, 0.0, 1.0]
+        return TrainGroup(
+            group_id=1,
+            origin=origin,
+            producer=origin,
+            question="?",
+            completions=texts,
+            rewards=rewards,
+            policy_version=0,
+        )
+
+    async def rows() -> list[tuple[str, float, bool]]:
+        async with swarm(small("4/4 supervised", nodes=1), EMBEDDED, 0, 1e-3) as (made, _, _):
+            found, skipped = made.nodes[0].policy.trainer._rows([group("local"), group("external")])
+            assert not skipped
+            return [(row.origin, row.advantage, row.trained) for row in found]
+
+    found = asyncio.run(rows())
+    assert [(advantage, trained) for origin, advantage, trained in found if origin == "external" and trained] == [
+        (1.0, True)
+    ] * 2
+    assert all(trained for origin, _, trained in found if origin == "local")
 
 
 def test_trials_of_propagation_come_back_from_their_file(tmp_path: Path) -> None:

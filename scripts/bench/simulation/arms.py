@@ -17,6 +17,8 @@ LEFT_OUT = "propositional_logic"
 """ReasoningGYM's scorer gives one constant answer, "(P ∨ Q)", about 0.8 in it. A swarm that finds it gives it to every
 question, and an arm's figure is then that of the round in which it did."""
 
+SECOND_BASE = "neox-0"  # another family with another size and another tokenizer
+
 PREFERENCE = 12.0  # weight of a specialised node's task, where the six others have 1: two of three questions
 
 
@@ -33,6 +35,8 @@ class Arm:
     own_past: bool = False  # external groups are the node's own earlier ones, not those of others
     poisoners: int = 0  # hostile peers beside the nodes
     poison: Kind = "constant"
+    supervised: bool = False  # others' right answers are plain targets, whatever the rest of their group was
+    second_base: str = ""  # what every second node begins as, a folder beside the base's
     specialised: bool = False  # each node asks one task, not the same as its neighbours, far more often than the others
 
     def config(self, base: Path, lr: float, node: int = 0) -> NodeConfig:
@@ -98,6 +102,9 @@ ARMS = {
         Arm("pooled", mix(64, 0), nodes=1),  # one policy takes the groups of all eight
         Arm("8/0 specialised", mix(8, 0), specialised=True),
         Arm("4/4 specialised", mix(4, 4), specialised=True),
+        Arm("4/4 supervised", mix(4, 4, **DROP), supervised=True),
+        Arm("8/0 mixed", mix(8, 0), second_base=SECOND_BASE),
+        Arm("4/4 mixed", mix(4, 4), second_base=SECOND_BASE),
         Arm("4/4, 2 nodes", mix(4, 4), nodes=2),
         Arm("4/4, 32 nodes", mix(4, 4), nodes=32),
     )

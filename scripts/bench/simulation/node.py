@@ -31,6 +31,7 @@ from sapo_node.tasks import mixture
 from sapo_node.tasks import reasoning_gym as gym
 from sapo_node.tasks.base import Judged, Question, TaskRefused, TaskSpec, answer_digest, question_sha256
 from sapo_node.tasks.scoring import ScorerPool
+from sapo_node.training import rows
 from sapo_node.training.base import StepResult, TextScore, TrainGroup
 from sapo_node.training.drift import score_texts
 from sapo_node.training.policy import load_policy
@@ -99,6 +100,19 @@ class LocalScorers(ScorerPool):
         return judged
 
 
+class SupervisedExternals(Trainer):
+    """Takes others' right answers as targets of plain supervised training: each counts one, whatever the rest of its
+    group was, and wrong ones are left out (which needs `external_negative: drop`)."""
+
+    def _rows(self, groups: Sequence[TrainGroup]) -> tuple[list[rows.Row], dict[int, str]]:
+        batch, skipped = super()._rows(groups)
+        for row in batch:
+            if row.origin == "external" and row.advantage > 0:
+                row.advantage = 1.0
+        rows.weigh(batch, self.training, self.inference.max_completion_tokens)
+        return batch, skipped
+
+
 class LocalPolicy:
     """A trainer in this process, as `Rounds`, `Sampling` and `HeldOut` use a policy worker."""
 
@@ -153,6 +167,7 @@ class Node:
         scorers: LocalScorers,
         clock: Clock,
         watch: Watch | None = None,
+        trainer: type[Trainer] = Trainer,
     ) -> None:
         """`base` is the model's folder. All nodes share scorers and clock. Without a `watch` no alarm acts."""
         self.index, self.seed = index, seed
@@ -161,8 +176,8 @@ class Node:
         self._swarm = config.swarm.name
         key = Ed25519PrivateKey.from_private_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest())
         self.identity = Identity(Path("unused"), key)
-        trainer = Trainer(load_policy("bench", folder=base, device="cpu"), config.training, config.inference)
-        self.policy = LocalPolicy(trainer)
+        policy_ = load_policy("bench", folder=base, device="cpu")
+        self.policy = LocalPolicy(trainer(policy_, config.training, config.inference))
         self._draw_rng, self._choose_rng = random.Random(), random.Random()
         self._outgoing: list[Group] = []
         self._drawn: SampledGroups | None = None

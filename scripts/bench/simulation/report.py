@@ -8,6 +8,7 @@ from statistics import fmean
 
 import csv_files
 
+from .stages import Claim
 from .stats import Curve, Key, Ratio, area, paired_ratio, reached
 from .swarm import Run
 
@@ -95,7 +96,7 @@ def comparison(results: Sequence[Result], references: Sequence[str]) -> str:
     """Markdown: every arm with its measures, and its ratio to each of the references."""
     arms = by_arm(results)
     heads = ["arm", "runs", "area", "area, any of 4", "pass@1 at the end", "pass@8", "completions a round"]
-    heads += [f"rounds to {level:g}" for level in LEVELS] + [f"area / {reference}" for reference in references]
+    heads += [f"area / {reference}" for reference in references]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for arm, found in arms.items():
         cells = [
@@ -106,7 +107,6 @@ def comparison(results: Sequence[Result], references: Sequence[str]) -> str:
             f"{fmean(one.last['last'] for one in found):.3f}",
             f"{fmean(one.last['last_any'] for one in found):.3f}",
             f"{fmean(one.last['completions'] / one.last['round'] for one in found):.0f}",
-            *(steps_to(found, level) for level in LEVELS),
             *("" if arm == one else str(ratio(found, arms.get(one, [])) or "") for one in references),
         ]
         lines.append("| " + " | ".join(cells) + " |")
@@ -142,12 +142,37 @@ def by_base(results: Sequence[Result]) -> str:
     return "\n".join(lines)
 
 
-def steps_to(results: Sequence[Result], level: float) -> str:
-    """Mean rounds to a level over the runs that reached it, and how many did not."""
-    found = [reached(one.curve(), level) for one in results]
-    there = [value for value in found if value is not None]
-    missing = f", {len(found) - len(there)} never" if len(there) < len(found) else ""
-    return (f"{fmean(there):.0f}" if there else "-") + missing
+def costs(results: Sequence[Result]) -> str:
+    """Markdown: what each arm spent until it reached each level, as means over the runs that did: rounds, completions
+    of the whole swarm, CPU seconds of the whole swarm (evaluations left out)."""
+    heads = ["arm", *(f"to {level:g}: reached by, rounds, completions, CPU s" for level in LEVELS)]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for arm, found in by_arm(results).items():
+        lines.append("| " + " | ".join([arm, *(_cost(found, level) for level in LEVELS)]) + " |")
+    return "\n".join(lines)
+
+
+def _cost(results: Sequence[Result], level: float) -> str:
+    """One cell of `costs`. A run that never got there is censored: it is counted, and is in no mean."""
+    spent = []
+    for measure in ("round", "completions", "seconds"):
+        at = [reached(one.curve(measure), level) for one in results]
+        there = [value for value in at if value is not None]
+        spent.append(f"{fmean(there):,.0f}" if there else "-")
+    return f"{len(there)} of {len(results)}, " + ", ".join(spent) if there else f"0 of {len(results)}"
+
+
+def claims(results: Sequence[Result], claimed: Sequence[Claim]) -> str:
+    """Markdown: each claim with the ratio found, and whether its goal is reached."""
+    arms = by_arm(results)
+    lines = ["| | ratio of areas | goal | |", "|---|---|---|---|"]
+    for one in claimed:
+        found = ratio(arms.get(one.first, []), arms.get(one.second, []))
+        goal = (f"estimate at least {one.estimate:g}, " if one.estimate else "") + f"lower bound above {one.low:g}"
+        held = found is not None and found.low > one.low and found.estimate >= one.estimate
+        told = "not run yet" if found is None else "reached" if held else "**not reached**"
+        lines.append(f"| {one.text}: {one.first} over {one.second} | {found or ''} | {goal} | {told} |")
+    return "\n".join(lines)
 
 
 def draw(results: Sequence[Result], arms: Sequence[str], path: Path, x: str = "round", title: str = "") -> None:

@@ -5,7 +5,9 @@ by.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from .arms import SECOND_BASE
 from .propagation import Trial, Variant
 from .swarm import Run
 
@@ -14,6 +16,8 @@ ROUNDS = 100  # the horizon: held-out scores of the plain arms still rise there,
 MAKE = "python scripts/make_tiny_model.py --preset benchmark"
 WEAKENED = 110  # steps; of the bases that all stages but `dose` use
 BASES = {f"base-{seed}": f"{MAKE} --seed {seed} --weaken-steps {WEAKENED}" for seed in (0, 11, 12, 13)}
+
+BASES[SECOND_BASE] = f"{MAKE} --family gpt_neox --seed 0 --weaken-steps {WEAKENED}"
 
 # Dose-response: bases that can do less and more at the start.
 DOSES = {f"weak-{steps}": f"{MAKE} --seed 0 --weaken-steps {steps}" for steps in (50, 70, 90, 180)}
@@ -49,8 +53,26 @@ RULES = ("drop+refill+coverage", "4/12", "wide", "wide, sequence mean", "wide, k
 SAME_LOSS = ("8/0 sequence mean, kl", "4/4 sequence mean, kl")  # the loss of the last rule on the plain mixes
 CONTROLS = ("8/0 resample", "refill", "4/4 unfiltered", "4/4 own past", *SAME_LOSS)
 
+
+@dataclass(frozen=True)
+class Claim:
+    """What a stage is to show: the ratio of two arms' areas, and the goal that was set for it beforehand."""
+
+    first: str
+    second: str
+    text: str
+    low: float  # the lower bound of the interval has to be above this
+    estimate: float = 0.0  # and the estimate has to reach this
+
+
+CLAIMS: dict[str, tuple[Claim, ...]] = {}
+
+
 # 6. and 7.
-OTHERS = ("6/2", "2/6", "4/0", "pooled", "8/0 specialised", "4/4 specialised", "4/4, 2 nodes", "4/4, 32 nodes")
+OTHERS = (
+    *("6/2", "2/6", "4/0", "4/4 supervised", "pooled", "8/0 specialised", "4/4 specialised"),
+    *("8/0 mixed", "4/4 mixed", "4/4, 2 nodes", "4/4, 32 nodes"),
+)
 
 STAGES: dict[str, list[Run]] = {
     "lr": list(_lr()),

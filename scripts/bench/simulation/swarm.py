@@ -23,9 +23,10 @@ from sapo_node.rollouts.codec import Opened
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.verify import Verifier
 from sapo_node.tasks import mixture
+from sapo_node.training.trainer import Trainer
 
 from .arms import Arm
-from .node import Clock, LocalScorers, Node, number
+from .node import Clock, LocalScorers, Node, SupervisedExternals, number
 from .poison import Poisoner
 
 EVAL_EVERY = 20  # rounds
@@ -134,10 +135,12 @@ async def swarm(
         for index in range(arm.nodes):
             pool = await Pool.open(folder / f"{index}.sqlite", config.rollouts)
             stack.push_async_callback(pool.close)
-            start = teacher if teacher is not None and index == 0 else base
+            start = base.parent / arm.second_base if arm.second_base and index % 2 else base
+            start = teacher if teacher is not None and index == 0 else start
             own = arm.config(base, lr, index)
+            trainer = SupervisedExternals if arm.supervised else Trainer
             watch = Watch(config.tasks.eval_every, clock=clock) if watched else None
-            nodes.append(Node(index, seed, own, start, pool, scorers, clock, watch))
+            nodes.append(Node(index, seed, own, start, pool, scorers, clock, watch, trainer))
         held = await HeldOut.prepare(config, tasks, scorers, LAST_QUESTIONS)
         verifier = Verifier(
             swarm=config.swarm.name,
