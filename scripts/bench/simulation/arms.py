@@ -93,8 +93,8 @@ ARMS = {
         Arm("wide, sequence mean, kl", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES, **KL), TWICE),
         # Controls.
         Arm("8/0 resample", mix(8, 0, local_zero_advantage="resample")),
-        Arm("8/0 sequence mean, kl", mix(8, 0, **SEQUENCES, **KL)),
-        Arm("4/4 sequence mean, kl", mix(4, 4, **SEQUENCES, **KL)),
+        Arm("8/0 kl", mix(8, 0, **KL)),
+        Arm("4/4 kl", mix(4, 4, **KL)),
         Arm("4/4 unfiltered", mix(4, 4, external_zero_advantage="keep")),
         Arm("4/4 own past", mix(4, 4), own_past=True),
         Arm("4/4 twice the rounds", mix(4, 4), longer=2),

@@ -50,8 +50,20 @@ def _runs(stage: str, arms: Iterable[str], base: str, seeds: Iterable[int]) -> I
 
 # 2. Rules, and 3. controls.
 RULES = ("drop+refill+coverage", "4/12", "wide", "wide, sequence mean", "wide, kl", "wide, sequence mean, kl")
-SAME_LOSS = ("8/0 sequence mean, kl", "4/4 sequence mean, kl")  # the loss of the last rule on the plain mixes
+SAME_LOSS = ("8/0 kl", "4/4 kl")  # the loss of the best rule on the plain mixes
 CONTROLS = ("8/0 resample", "refill", "4/4 unfiltered", "4/4 own past", *SAME_LOSS)
+
+# 4. Confirmation, on bases and seeds that nothing was chosen by. Every run of it counts. The winner is the rule with
+# the largest ratio to 4/4 in the second stage.
+WINNER, WINNERS_LOSS = "wide, kl", "8/0 kl"
+CONFIRMED = ("8/0", WINNERS_LOSS, "8/0 resample", "4/4", WINNER, "4/4 twice the rounds")
+FRESH_BASES, FRESH_SEEDS = ("base-11", "base-12", "base-13"), range(100, 116)
+
+
+def _confirm(stage: str, arms: Iterable[str]) -> Iterable[Run]:
+    """Seed by seed, so that whatever is finished compares all arms; the bases take turns."""
+    for seed in FRESH_SEEDS:
+        yield from _runs(stage, arms, FRESH_BASES[seed % len(FRESH_BASES)], [seed])
 
 
 @dataclass(frozen=True)
@@ -65,8 +77,17 @@ class Claim:
     estimate: float = 0.0  # and the estimate has to reach this
 
 
-CLAIMS: dict[str, tuple[Claim, ...]] = {}
-
+CLAIMS: dict[str, tuple[Claim, ...]] = {
+    "confirm": (
+        Claim("4/4", "8/0", "sharing, at equal steps", 1.1),
+        Claim("4/4 twice the rounds", "8/0", "sharing, at equal completions", 1.0),
+        Claim(
+            "4/4", "8/0 resample", "sharing, against nodes alone that draw until their groups have an advantage", 1.0
+        ),
+        Claim(WINNER, "4/4", "the better rule", 1.0, 1.25),
+        Claim(WINNER, WINNERS_LOSS, "sharing by the better rule, at its own loss", 1.0),
+    ),
+}
 
 # 6. and 7.
 OTHERS = (
@@ -78,12 +99,13 @@ STAGES: dict[str, list[Run]] = {
     "lr": list(_lr()),
     "rules": list(_runs("rules", (*REFERENCES, *RULES), "base-0", range(5))),
     "controls": list(_runs("controls", CONTROLS, "base-0", range(5))),
+    "confirm": list(_confirm("confirm", CONFIRMED)),
     "dose": [run for base in DOSES for run in _runs("dose", REFERENCES, base, range(3))],
     "others": list(_runs("others", OTHERS, "base-0", range(3))),
 }
 BORROW = ("controls", "dose", "others")  # stages whose runs of the references on base-0 are those of `rules`
 
-DRAWN = ("rules",)  # stages of which `report` draws the curves
+DRAWN = ("rules", "confirm")  # stages of which `report` draws the curves
 
 # 5. Propagation.
 VARIANTS: tuple[Variant, ...] = ("teacher", "perfect teacher", "no teacher", "alone", "removed")
