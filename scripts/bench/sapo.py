@@ -27,7 +27,20 @@ from simulation import processes
 from simulation import propagation as spread
 from simulation import report as tables
 from simulation.arms import ARMS, REPOSITORY
-from simulation.stages import BASES, BORROW, CLAIMS, DRAWN, RATE, REFERENCES, ROUNDS, STAGES, TASK, TEACHERS, TRIALS
+from simulation.stages import (
+    BASES,
+    BORROW,
+    CLAIMS,
+    COMPARED,
+    DRAWN,
+    RATE,
+    REFERENCES,
+    ROUNDS,
+    STAGES,
+    TASK,
+    TEACHERS,
+    TRIALS,
+)
 from simulation.swarm import Point, Run, execute
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "sapo"
@@ -154,7 +167,9 @@ def report(results: Path) -> None:
         if len({one.run.lr for one in found}) > 1:
             click.echo(tables.rates(found) + "\n")
             continue  # arms at different rates are no arms to compare
-        click.echo(tables.by_base(found) if stage == "dose" else tables.comparison(found, REFERENCES))
+        click.echo(
+            tables.by_base(found) if stage == "dose" else tables.comparison(found, COMPARED.get(stage, REFERENCES))
+        )
         if stage in CLAIMS:
             click.echo(f"\n{tables.claims(found, CLAIMS[stage])}\n\n{tables.costs(found)}")
         if stage in DRAWN:

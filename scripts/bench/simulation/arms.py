@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
 
@@ -72,6 +72,15 @@ SEQUENCES = {"loss_mean": "sequence"}
 KL = {"kl_coef": 0.02}
 TWICE = {"max_external_uses": 2}
 
+WIDE_KL = (mix(4, 12, **DROP, **REFILL, **COVERAGE, **KL), TWICE)
+HONEST = 6  # nodes beside two poisoners, and by themselves to compare with
+
+
+def poisoned(kind: Kind) -> str:
+    """The name of the arm with poisoners of this kind."""
+    return f"wide, kl, {HONEST} nodes, 2 poisoners: {kind}"
+
+
 ARMS = {
     arm.name: arm
     for arm in (
@@ -89,7 +98,7 @@ ARMS = {
         Arm("4/12", mix(4, 12)),
         Arm("wide", mix(4, 12, **DROP, **REFILL, **COVERAGE), TWICE),
         Arm("wide, sequence mean", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES), TWICE),
-        Arm("wide, kl", mix(4, 12, **DROP, **REFILL, **COVERAGE, **KL), TWICE),
+        Arm("wide, kl", *WIDE_KL),
         Arm("wide, sequence mean, kl", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES, **KL), TWICE),
         # Controls.
         Arm("8/0 resample", mix(8, 0, local_zero_advantage="resample")),
@@ -98,6 +107,10 @@ ARMS = {
         Arm("4/4 unfiltered", mix(4, 4, external_zero_advantage="keep")),
         Arm("4/4 own past", mix(4, 4), own_past=True),
         Arm("4/4 twice the rounds", mix(4, 4), longer=2),
+        # Hostile peers.
+        Arm(f"8/0, {HONEST} nodes", mix(8, 0), nodes=HONEST),
+        Arm(f"wide, kl, {HONEST} nodes", *WIDE_KL, nodes=HONEST),
+        *(Arm(poisoned(kind), *WIDE_KL, nodes=HONEST, poisoners=2, poison=kind) for kind in get_args(Kind)),
         # What else the number and the likeness of nodes do.
         Arm("pooled", mix(64, 0), nodes=1),  # one policy takes the groups of all eight
         Arm("8/0 specialised", mix(8, 0), specialised=True),

@@ -6,8 +6,10 @@ by.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import get_args
 
-from .arms import SECOND_BASE
+from .arms import HONEST, SECOND_BASE, poisoned
+from .poison import Kind
 from .propagation import Trial, Variant
 from .swarm import Run
 
@@ -89,6 +91,10 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     ),
 }
 
+# Poison: which kind is the strongest, on tuning seeds.
+HONEST_ALONE = (f"8/0, {HONEST} nodes", f"wide, kl, {HONEST} nodes")
+KINDS = (*HONEST_ALONE, *map(poisoned, get_args(Kind)))
+
 # 6. and 7.
 OTHERS = (
     *("6/2", "2/6", "4/0", "4/4 supervised", "pooled", "8/0 specialised", "4/4 specialised"),
@@ -101,9 +107,12 @@ STAGES: dict[str, list[Run]] = {
     "controls": list(_runs("controls", CONTROLS, "base-0", range(5))),
     "confirm": list(_confirm("confirm", CONFIRMED)),
     "dose": [run for base in DOSES for run in _runs("dose", REFERENCES, base, range(3))],
+    "poison_kinds": list(_runs("poison_kinds", KINDS, "base-0", range(3))),
     "others": list(_runs("others", OTHERS, "base-0", range(3))),
 }
 BORROW = ("controls", "dose", "others")  # stages whose runs of the references on base-0 are those of `rules`
+
+COMPARED = {"poison_kinds": HONEST_ALONE}  # stages with references of their own
 
 DRAWN = ("rules", "confirm")  # stages of which `report` draws the curves
 
