@@ -167,11 +167,13 @@ def report(results: Path) -> None:
         if len({one.run.lr for one in found}) > 1:
             click.echo(tables.rates(found) + "\n")
             continue  # arms at different rates are no arms to compare
-        click.echo(
-            tables.by_base(found) if stage == "dose" else tables.comparison(found, COMPARED.get(stage, REFERENCES))
-        )
+        if stage == "dose":
+            click.echo(tables.by_base(found))
+            continue
+        click.echo(tables.comparison(found, COMPARED.get(stage, REFERENCES)))
         if stage in CLAIMS:
-            click.echo(f"\n{tables.claims(found, CLAIMS[stage])}\n\n{tables.costs(found)}")
+            click.echo(f"\n{tables.claims(found, CLAIMS[stage])}")
+        click.echo(f"\n{tables.costs(found)}")
         if stage in DRAWN:
             tables.draw(found, list(tables.by_arm(found)), results / f"{stage}.png")
     if real := processes.read(results / "processes.csv"):
