@@ -175,11 +175,20 @@ def report(results: Path) -> None:
             click.echo(f"\n{tables.claims(found, CLAIMS[stage])}")
         click.echo(f"\n{tables.costs(found)}")
         if stage in DRAWN:
-            tables.draw(found, list(tables.by_arm(found)), results / f"{stage}.png")
+            draw(found, results / stage)
     if real := processes.read(results / "processes.csv"):
         click.echo(f"\n## real processes\n\n{processes.table(real, tables.read(results / 'rules.csv'))}")
     if trials := spread.read(results / "propagation.csv"):
         click.echo(f"\n## propagation of {TASK}\n\n{spread.table(trials)}")
+
+
+def draw(found: list[tables.Result], path: Path) -> None:
+    """A stage's curves by rounds, and by what was sampled for them, where arms of another length can be shown too."""
+    arms = list(tables.by_arm(found))
+    plain = [arm for arm in arms if ARMS[arm].longer == 1]
+    tables.draw(found, plain, path.with_suffix(".png"))
+    if plain != arms:
+        tables.draw(found, arms, path.with_name(f"{path.name}-completions.png"), x="completions")
 
 
 def take(one: Run, base: Path) -> list[Point]:
