@@ -19,7 +19,7 @@ from sapo_node.datadir import DataDir
 from sapo_node.errors import DataDirLocked, SapoError
 from sapo_node.monitor.text import clean
 from sapo_node.swarm import denials
-from sapo_node.swarm.peers import AGED_SECONDS, PeerBook, PeerRecord, decayed, forgiven_at, load_peers
+from sapo_node.swarm.peers import AGED_HOURS, AGED_SECONDS, PeerBook, PeerRecord, decayed, forgiven_at, load_peers
 
 EARLIER = "an earlier run"
 BY_COMMAND = "`sapo-node peers deny`"
@@ -130,10 +130,12 @@ def _standing(record: PeerRecord, now: float) -> str:
 def _history(record: PeerRecord, now: float) -> str:
     if not record.first_accepted:
         return "none of its groups was accepted yet, or not since it was shunned"
-    aged = record.history_seconds >= AGED_SECONDS
+    needs = (
+        f"a newcomer until they lie {duration(AGED_SECONDS)} apart, with usable ones in {AGED_HOURS} different hours"
+    )
     return (
         f"accepted groups from {duration(now - record.first_accepted)} to {duration(now - record.last_accepted)} ago"
-        f"{': aged' if aged else f', a newcomer until they lie {duration(AGED_SECONDS)} apart'}"
+        f"{': aged' if record.worked_a_day else f', {needs} (now {record.hours})'}"
     )
 
 

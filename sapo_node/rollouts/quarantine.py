@@ -48,7 +48,7 @@ class History(Protocol):
         """Whether this peer's groups have been accepted here for a day or more."""
         ...
 
-    def share(self, peer_id: str) -> str:
+    def network(self, peer_id: str) -> str:
         """The network or relay by which a peer is reached; peers with the same one are taken for one."""
         ...
 
@@ -90,7 +90,7 @@ class Quarantine:
         if not self._is_heard(task, peer_id, now):
             return False
         shares = self._disputed.pop(task, OrderedDict())
-        shares.pop(share := self._history.share(peer_id), None)
+        shares.pop(share := self._history.network(peer_id), None)
         shares[share] = now
         if len(shares) > MAX_SHARES:
             shares.popitem(last=False)

@@ -63,11 +63,19 @@ node forget whom it knows."""
 AGED_SECONDS: Final = 24 * 3600.0
 """Between the first and the newest accepted group of an aged peer."""
 
+AGED_HOURS: Final = 6
+"""Different hours in which an aged peer's groups were usable: two groups a day apart are no day of work. In a swarm so
+large that a node hears a peer less often than this nobody has an age, and the rules that ask for it are not applied."""
+
 ABOUT_SECONDS: Final = 300.0
 """A peer seen within this time may still have groups to give: none is trained on that is older."""
 
 FEW_RELAYS: Final = 3
-"""With fewer relays than this, who is behind one counts by himself: in a young swarm nearly everybody may be."""
+"""With fewer relays than this, who is behind one counts by himself: in a young swarm nearly everybody may be. A relay
+counts for a day from the last usable group that came through it: a stranger must not add to them for nothing."""
+
+RECOUNT_SECONDS: Final = 60.0
+"""How long the count of relays is kept."""
 
 MAX_REASONS: Final = 40
 OTHER: Final = "other"
@@ -112,6 +120,8 @@ class PeerRecord(Struct, kw_only=True):
     reasons: dict[str, Tally] = msgspec.field(default_factory=dict)
     first_accepted: float = 0.0  # 0 for never, or not since it was shunned
     last_accepted: float = 0.0
+    hours: int = 0  # different ones in which a group of it was usable, since `first_accepted`
+    last_hour: int = 0  # the newest of them, in hours since 1970
     first_seen: float = 0.0
     last_seen: float = 0.0
     addresses: list[str] = msgspec.field(default_factory=list)  # multiaddrs without /p2p, newest first
@@ -124,6 +134,11 @@ class PeerRecord(Struct, kw_only=True):
     def history_seconds(self) -> float:
         """Time between its first and its newest accepted group."""
         return max(0.0, self.last_accepted - self.first_accepted) if self.first_accepted else 0.0
+
+    @property
+    def worked_a_day(self) -> bool:
+        """Whether its accepted groups lie a day apart, with usable ones in AGED_HOURS different hours."""
+        return self.history_seconds >= AGED_SECONDS and self.hours >= AGED_HOURS
 
 
 class PeerBook:
@@ -143,7 +158,8 @@ class PeerBook:
         self._peers = {record.peer_id: msgspec.structs.replace(record, **fresh) for record in known}
         times = (at for r in self._peers.values() for at in (r.last_seen, r.scored_at, r.last_accepted))
         self._latest = max(times, default=0.0)  # of all times ever passed in
-        self._relays: set[str] | None = None  # networks of relays in use; None: to be counted
+        self._relays: set[str] = set()  # networks of relays in use, as counted
+        self._counted_at = -math.inf  # by `_latest`
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -191,13 +207,15 @@ class PeerBook:
         """This peer, if it is known, was reached over a connection whose far end is `address`, as p2pd tells it."""
         record = self._peers.get(peer_id)
         if record is not None and address != record.reached_at:
-            record.reached_at, self._relays = address, None
+            record.reached_at, self._counted_at = address, -math.inf
 
     def accepted(self, peer_id: str, groups: int, usable: int, now: float) -> None:
         """`groups` of this peer were verified, `usable` of them with an advantage to learn from."""
         record = self._add(peer_id, "accepted", groups, ACCEPTED * groups, now)
         if usable:
             self._add(peer_id, "usable", usable, USABLE * usable, now)
+            if (hour := int(self._latest // 3600)) > record.last_hour:
+                record.hours, record.last_hour = record.hours + 1, hour
         record.accepted += groups
         record.usable += usable
         if not record.first_accepted:  # by a clock that was set back nobody's history may begin earlier
@@ -216,7 +234,7 @@ class PeerBook:
         record.rejected += 1
         if record.score <= SHUN_AT:
             record.shunned = True
-            record.first_accepted = record.last_accepted = 0.0  # trust is to be earned anew
+            record.first_accepted, record.last_accepted, record.hours = 0.0, 0.0, 0  # trust is to be earned anew
 
     def score(self, peer_id: str, now: float) -> float:
         """Between MIN_SCORE and MAX_SCORE; 0 for strangers."""
@@ -246,7 +264,7 @@ class PeerBook:
         return not enough and self.welcome(peer_id, now)
 
     def aged(self, peer_id: str, now: float) -> bool:
-        """Whether this peer's accepted groups lie a day apart. What a clock ahead of its time accepted counts later."""
+        """Whether this peer worked for a day (`worked_a_day`). What a clock ahead of its time accepted counts later."""
         record = self._peers.get(peer_id)
         return record is not None and _is_aged(record, now)
 
@@ -261,11 +279,14 @@ class PeerBook:
     def share(self, peer_id: str) -> str:
         """What a peer counts for: its network, the relay that it shares with others where there are several, or
         itself."""
+        network = self.network(peer_id)
+        return peer_id if network.startswith(RELAY) and len(self._relays_in_use()) < FEW_RELAYS else network
+
+    def network(self, peer_id: str) -> str:
+        """By what a peer is reached: its network, its relay however few there are, or itself. Who has to be told from
+        others for sure is counted by this."""
         record = self._peers.get(peer_id)
-        network = network_of(record.reached_at) if record is not None else ""
-        if network.startswith(RELAY) and len(self._relays_in_use()) < FEW_RELAYS:
-            return peer_id
-        return network or peer_id
+        return (network_of(record.reached_at) if record is not None else "") or peer_id
 
     def lot(self, peer_id: str) -> str:
         """What is drawn when the next fetch is chosen: a share under `fair`, else a peer."""
@@ -276,18 +297,23 @@ class PeerBook:
         return self.share(peer_id), self.aged(peer_id, now)
 
     def _relays_in_use(self) -> set[str]:
-        if self._relays is None:
-            networks = (network_of(record.reached_at) for record in self._peers.values() if record.reached_at)
-            self._relays = {network for network in networks if network.startswith(RELAY)}
+        if self._latest - self._counted_at > RECOUNT_SECONDS:
+            lately = self._latest - AGED_SECONDS
+            worked = (r for r in self._peers.values() if r.usable and r.reached_at and r.last_accepted >= lately)
+            self._relays = {network for r in worked if (network := network_of(r.reached_at)).startswith(RELAY)}
+            self._counted_at = self._latest
         return self._relays
 
     def get(self, peer_id: str) -> PeerRecord | None:
         return self._peers.get(peer_id)
 
     def best(self, now: float, limit: int = MAX_SAVED) -> list[PeerRecord]:
-        """Peers worth remembering, the most recently seen first: those with an address and no reason to avoid them."""
+        """Peers worth remembering, with an address and no reason to avoid them. Half of the places are for those that
+        gave usable groups, aged ones first: anybody can be the last to announce itself. Then the most recently seen."""
         useful = [r for r in self._peers.values() if r.addresses and self.welcome(r.peer_id, now)]
-        return sorted(useful, key=lambda r: r.last_seen, reverse=True)[:limit]
+        useful.sort(key=lambda r: r.last_seen, reverse=True)
+        proven = sorted((r for r in useful if r.usable), key=lambda r: not _is_aged(r, now))[: limit // 2]
+        return list({r.peer_id: r for r in [*proven, *useful]}.values())[:limit]
 
     def to_save(self, now: float) -> list[PeerRecord]:
         """At most MAX_SAVED: aged peers and those to avoid in their places, the connected ones, with or without an
@@ -330,7 +356,7 @@ class PeerBook:
 
         for record in sorted(self._peers.values(), key=worth)[: max(1, MAX_PEERS // 10)]:
             del self._peers[record.peer_id]
-        self._relays = None
+        self._counted_at = -math.inf
 
 
 def decayed(points: float, since: float, now: float) -> float:
@@ -344,7 +370,7 @@ def forgiven_at(record: PeerRecord) -> float:
 
 
 def _is_aged(record: PeerRecord, now: float) -> bool:
-    return record.first_accepted > 0.0 and min(now, record.last_accepted) - record.first_accepted >= AGED_SECONDS
+    return record.worked_a_day and min(now, record.last_accepted) - record.first_accepted >= AGED_SECONDS
 
 
 def _count(record: PeerRecord, reason: str, count: int, points: float, now: float) -> None:

@@ -16,7 +16,8 @@ from sapo_node.errors import SapoError
 from sapo_node.identity import peer_id_from_public_key
 from sapo_node.rollouts.pool import Pool
 from sapo_node.swarm import denials
-from sapo_node.swarm.peers import AGED_SECONDS, Found, PeerBook, PeerRecord, save_peers
+from sapo_node.swarm.peers import Found, PeerBook, PeerRecord, save_peers
+from tests.aged import work_a_day
 from tests.rollouts.test_pool import NOW, new_group
 
 
@@ -118,13 +119,12 @@ def test_why_tells_the_score_with_its_reasons(tmp_path: Path, capsys: pytest.Cap
 def test_why_as_json_and_for_an_aged_peer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data, book, now = DataDir(tmp_path), PeerBook(), time.time()
     data.prepare()
-    for at in (now - AGED_SECONDS, now):
-        book.accepted(BAD, groups=1, usable=1, now=at)
+    work_a_day(book, BAD, now)
     book.saw(BAD, ["/ip4/192.0.2.1/tcp/1"], now)
     save_peers(data.peers, book.to_save(now))
     assert "ago: aged" in told(capsys, "--why", BAD, "--data-dir", str(tmp_path))
     report = json.loads(told(capsys, "--why", BAD, "--data-dir", str(tmp_path), "--json"))
-    assert report["peer"]["reasons"]["accepted"]["count"] == 2
+    assert report["peer"]["reasons"]["accepted"]["count"] == 1
 
 
 def test_a_denial_shows_until_it_is_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,9 @@ from sapo_node.identity import Identity
 from sapo_node.rollouts.quarantine import FRESH_SECONDS, QUARANTINE_SECONDS, VOICES, Quarantine
 from sapo_node.rollouts.schema import Group
 from sapo_node.rollouts.verify import Reason
-from sapo_node.swarm.peers import AGED_SECONDS, PeerBook
+from sapo_node.swarm.peers import PeerBook
 from sapo_node.tasks.base import Question
+from tests.aged import work_a_day
 from tests.rollouts.test_verify import NOW, Node, spec_of, task_ref
 
 
@@ -26,10 +27,7 @@ class Swarm:
         """A peer of another network each; an aged one agreed with the node about gcd, a day ago and now."""
         made = Identity.create(self.node.folder / f"{name}.key")
         if aged:
-            self.book.accepted(made.peer_id, 1, 1, NOW)
-            record = self.book.get(made.peer_id)
-            assert record is not None
-            record.first_accepted = NOW - AGED_SECONDS - 10
+            work_a_day(self.book, made.peer_id, NOW)
             self.quarantine.agreed("gcd", made.peer_id, NOW)
         return made
 

@@ -21,6 +21,7 @@ from sapo_node.swarm.peers import AGED_SECONDS, PeerBook
 from sapo_node.swarm.protocol import epoch_of
 from sapo_node.tasks import mixture
 from sapo_node.training.base import TrainCompletion
+from tests.aged import work_a_day
 
 NOW = time.time()
 CAPPED = {"training": {"rule": "capped", "external_groups": 4}}
@@ -114,8 +115,7 @@ class Node:
             self.runner.run(self.arrivals.take(batch))
 
     def age(self, peer_id: str) -> None:
-        for at in (NOW - AGED_SECONDS, NOW):
-            self.book.accepted(peer_id, groups=1, usable=0, now=at)
+        work_a_day(self.book, peer_id, NOW)
 
 
 @pytest.fixture
@@ -169,9 +169,9 @@ def test_without_aged_peers_newcomers_fill_the_stock(make: Any) -> None:
 
 def test_an_aged_peer_that_is_gone_holds_nothing_back(make: Any) -> None:
     node = make(**CAPPED)
-    for at in (NOW - 3 * AGED_SECONDS, NOW - 2 * AGED_SECONDS):
-        node.book.saw("old", (), at)
-        node.book.accepted("old", groups=1, usable=0, now=at)
+    gone = NOW - 2 * AGED_SECONDS
+    node.book.saw("old", (), gone - AGED_SECONDS)
+    work_a_day(node.book, "old", gone)
     node.stock("new", 20, 0)
     assert node.look() == STOCK_ROUNDS * 4 - 20
 

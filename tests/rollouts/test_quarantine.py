@@ -18,12 +18,12 @@ NOW = 1_800_000_000.0
 
 
 class Book:
-    """Peers named `old...` have a day of accepted history; a peer's share is what stands before the slash."""
+    """Peers named `old...` have a day of accepted history; a peer's network is what stands before the slash."""
 
     def aged(self, peer_id: str, now: float) -> bool:
         return "old" in peer_id
 
-    def share(self, peer_id: str) -> str:
+    def network(self, peer_id: str) -> str:
         return peer_id.partition("/")[0]
 
 

@@ -7,7 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from sapo_node.swarm import peers
-from sapo_node.swarm.peers import AGED_SECONDS, Found, PeerBook, forgiven_at, load_peers, save_peers
+from sapo_node.swarm.peers import AGED_HOURS, AGED_SECONDS, Found, PeerBook, forgiven_at, load_peers, save_peers
+from tests.aged import work_a_day
 
 
 def test_strangers_are_welcome() -> None:
@@ -95,6 +96,17 @@ def test_the_table_is_bounded_and_keeps_those_it_has_an_opinion_on() -> None:
         book.saw(f"peer{i}", [], float(i))
     assert len(book) <= peers.MAX_PEERS
     assert not book.welcome("bad", 0.0)
+
+
+def test_who_announced_itself_last_does_not_push_out_those_that_worked() -> None:
+    book = PeerBook()
+    for name in ("old friend", "new friend"):
+        book.reached(name, "/ip4/127.0.0.1/tcp/1", NOW, Found.DHT)
+    work_a_day(book, "old friend", NOW)
+    book.accepted("new friend", groups=1, usable=1, now=NOW)
+    for i in range(20):
+        book.reached(f"crowd{i}", "/ip4/127.0.0.1/tcp/1", NOW + 1 + i, Found.DHT)
+    assert [r.peer_id for r in book.best(NOW + 60, 4)] == ["old friend", "new friend", "crowd19", "crowd18"]
 
 
 def test_the_best_are_the_most_recently_seen_with_an_address() -> None:
@@ -211,10 +223,31 @@ NOW = 1.8e9
 
 def test_a_peer_is_aged_when_accepted_groups_lie_a_day_apart() -> None:
     book = PeerBook()
-    book.accepted("a", groups=1, usable=0, now=NOW)
+    book.accepted("a", groups=1, usable=1, now=NOW)
     assert not book.aged("a", NOW + 2 * DAY), "one group and waiting is no history"
-    book.accepted("a", groups=1, usable=0, now=NOW + DAY)
-    assert book.aged("a", NOW + DAY)
+    for hour in range(25):
+        assert not book.aged("b", NOW + DAY)
+        book.accepted("b", groups=1, usable=int(hour < AGED_HOURS), now=NOW + 3600 * hour)
+    assert book.aged("b", NOW + DAY)
+    assert not book.aged("b", NOW)
+
+
+def test_two_groups_a_day_apart_or_filler_all_day_are_no_day_of_work() -> None:
+    book = PeerBook()
+    for hour in range(25):
+        if hour in (0, 24):
+            book.accepted("two groups", groups=1, usable=1, now=NOW + 3600 * hour)
+        book.accepted("filler", groups=1, usable=0, now=NOW + 3600 * hour)
+    assert not book.aged("two groups", NOW + DAY)
+    assert not book.aged("filler", NOW + DAY)
+
+
+def test_many_groups_in_one_hour_are_one_hour() -> None:
+    book = PeerBook()
+    for second in range(100):
+        book.accepted("a", groups=1, usable=1, now=NOW + second)
+    book.accepted("a", groups=1, usable=1, now=NOW + DAY + 100)
+    assert not book.aged("a", NOW + DAY + 100)
 
 
 def test_being_seen_or_ignored_gives_no_history() -> None:
@@ -253,20 +286,20 @@ def test_a_clock_that_was_ahead_makes_nobody_aged_once_it_is_right() -> None:
 
 def test_who_is_shunned_has_to_earn_its_history_anew() -> None:
     book = PeerBook()
-    for now in (NOW, NOW + DAY):
-        book.accepted("a", groups=1, usable=0, now=now)
+    work_a_day(book, "a", NOW + DAY)
     for _ in range(5):
         book.rejected("a", NOW + DAY)
     later = NOW + 2 * DAY
-    book.accepted("a", groups=1, usable=0, now=later)
+    book.accepted("a", groups=1, usable=1, now=later)
     assert book.welcome("a", later)
     assert not book.aged("a", later)
+    book.accepted("a", groups=1, usable=1, now=later + DAY)
+    assert not book.aged("a", later + DAY), "the hours before count no more"
 
 
 def test_history_survives_a_restart_and_a_crowd_of_new_ids(tmp_path: Path) -> None:
     book = PeerBook()
-    for now in (NOW, NOW + DAY):
-        book.accepted("old friend", groups=1, usable=1, now=now)
+    work_a_day(book, "old friend", NOW + DAY)
     later = NOW + 3 * DAY  # its score has decayed to nothing
     for i in range(2 * peers.MAX_PEERS):
         book.accepted(f"sybil{i}", groups=1, usable=1, now=later)
@@ -354,15 +387,44 @@ def test_what_a_peer_says_of_its_address_is_no_share() -> None:
     assert book.share("a") == "8.8.8.0/24"
 
 
-def test_peers_behind_one_relay_count_as_one_only_where_there_are_three_relays() -> None:
-    def relayed(relay: str) -> str:
-        return f"/ip4/{relay}/tcp/1/p2p/QmRelay/p2p-circuit"
+def relayed(relay: str) -> str:
+    return f"/ip4/{relay}/tcp/1/p2p/QmRelay/p2p-circuit"
 
-    book = reached(PeerBook(), a=relayed("8.8.8.1"), b=relayed("8.8.8.1"), c=relayed("9.9.9.9"))
-    assert book.share("a") == "a"
-    reached(book, d=relayed("7.7.7.7"))
-    assert book.share("a") == book.share("b") == "relay 8.8.8.0/24"
-    assert book.share("c") != book.share("a")
+
+def behind_relays(*relays: str) -> PeerBook:
+    """A book with a peer behind each relay (p0, p1, ...) of which a usable group was accepted."""
+    book = reached(PeerBook(), **{f"p{i}": relayed(relay) for i, relay in enumerate(relays)})
+    for i in range(len(relays)):
+        book.accepted(f"p{i}", groups=1, usable=1, now=NOW)
+    return book
+
+
+def test_peers_behind_one_relay_count_as_one_only_where_there_are_three_relays() -> None:
+    book = behind_relays("8.8.8.1", "8.8.8.1", "9.9.9.9")
+    assert book.share("p0") == "p0"
+    book = behind_relays("8.8.8.1", "8.8.8.1", "9.9.9.9", "7.7.7.7")
+    assert book.share("p0") == book.share("p1") == "relay 8.8.8.0/24"
+    assert book.share("p2") != book.share("p0")
+
+
+def test_a_stranger_behind_further_relays_makes_nobody_one_with_others() -> None:
+    book = behind_relays("8.8.8.1", "8.8.8.1", "9.9.9.9")
+    for relay in ("7.7.7.7", "6.6.6.6", "5.5.5.5"):
+        reached(book, stranger=relayed(relay))
+    assert book.share("p0") == "p0"
+
+
+def test_a_relay_that_nothing_came_through_for_a_day_counts_no_more() -> None:
+    book = behind_relays("8.8.8.1", "8.8.8.1", "9.9.9.9", "7.7.7.7")
+    assert book.share("p0") != "p0"
+    book.accepted("p0", groups=1, usable=1, now=NOW + DAY + 60)
+    assert book.share("p0") == "p0"
+
+
+def test_many_behind_one_relay_are_one_voice_however_few_relays_there_are() -> None:
+    book = behind_relays("8.8.8.1", "8.8.8.1")
+    assert book.network("p0") == book.network("p1") == "relay 8.8.8.0/24"
+    assert book.network("stranger") == "stranger"
 
 
 def test_relays_of_one_network_are_one_relay() -> None:
@@ -372,8 +434,7 @@ def test_relays_of_one_network_are_one_relay() -> None:
 
 def test_no_more_is_fetched_from_the_half_of_which_there_is_enough() -> None:
     book = PeerBook()
-    for now in (NOW, NOW + DAY):
-        book.accepted("old", groups=1, usable=1, now=now)
+    work_a_day(book, "old", NOW + DAY)
     now = NOW + DAY
     book.enough_new = True
     assert book.wanted("old", now)
