@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ class Workload:
     longest: int
     repeats: int
     trl_rows: tuple[int, ...]
+    alone: bool = False  # a contender's process ends after its turn: the memory does not hold all of them
 
 
 EMBEDDED = (
@@ -58,18 +60,18 @@ EMBEDDED = (
     Workload("benchmark", "paper", "mixed", 64, 10, (64, 16)),
 )
 LARGE = (
-    Workload("smollm2", "node", "mixed", 24, 2, (16,)),
-    Workload("random-0.1b", "node", "mixed", 24, 2, (16,)),
+    Workload("smollm2", "node", "mixed", 24, 2, (16,), alone=True),
+    Workload("random-0.1b", "node", "mixed", 24, 2, (16,), alone=True),
 )
 
 
-def contenders(rows: Sequence[int]) -> list[Entry]:
+def contenders(rows: Sequence[int], warm: bool = True) -> list[Entry]:
     """Who takes part; ours first. `rows`: sequences a forward pass that TRL is tried with.
 
-    The first of these is also tried with `torch_compile`, which needs a C++ compiler. It is compiled in the warm-up,
-    for lengths that are the same in all steps here, as they are not in training.
+    The first of these is also tried with `torch_compile`, which needs a C++ compiler, and a warm-up to compile in; that
+    is for lengths that are the same in all steps here, as they are not in training.
     """
-    compiled = rows[:1] if shutil.which("c++") else ()
+    compiled = rows[:1] if warm and shutil.which("c++") else ()
     return [
         Entry("ours", "ours", {"micro_batch_tokens": 2048}),  # as configs/demo.yaml sets it for embedded models
         *(Entry(f"trl {number} rows", "trl", {"rows": number}) for number in rows),
@@ -130,7 +132,7 @@ def measure(what: Workload, cache: Path, flat_groups: int, entries: Sequence[Ent
     click.echo(json.dumps(sizes))
     measured = [Measured(entry.name) for entry in entries]
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
-        children = []
+        starts = []
         for number, entry in enumerate(entries):
             job = Path(scratch) / f"{number}.json"
             job.write_text(
@@ -148,19 +150,30 @@ def measure(what: Workload, cache: Path, flat_groups: int, entries: Sequence[Ent
                 )
             )
             python = Path(sys.executable) if entry.library == "ours" else environments.python_of(cache, entry.library)
-            children.append(stack.enter_context(child(python, entry, job, Path(scratch) / f"{number}.log")))
-        pairs = list(zip(children, measured, strict=True))
-        # A large model's first step counts: what a warm-up costs there is small beside the step.
-        warm_ups = 1 if what.repeats > 2 else 0
-        for repetition in range(what.repeats + warm_ups):
-            for one, into in pairs:
-                into.add(one.ask("step all"), warm_up=repetition < warm_ups)
-        for _ in range(what.repeats if flat_groups else 0):
-            for one, into in pairs:
-                into.flat_cpu_seconds.append(one.ask("step flat")["cpu_seconds"])
+            starts.append(partial(child, python, entry, job, Path(scratch) / f"{number}.log"))
+        if what.alone:
+            for _ in range(what.repeats):
+                for start, into in zip(starts, measured, strict=True):
+                    with start() as one:
+                        turns([(one, into)], 1, 0, flat_groups)
+                        if not into.error_max:
+                            into.compare(workload.compared(batches["all"], one.ask("logprobs all")), exact)
+            return measured
+        pairs = [(stack.enter_context(start()), into) for start, into in zip(starts, measured, strict=True)]
+        turns(pairs, what.repeats, 1, flat_groups)
         for one, into in pairs:
             into.compare(workload.compared(batches["all"], one.ask("logprobs all")), exact)
     return measured
+
+
+def turns(pairs: Sequence[tuple[Child, Measured]], repeats: int, warm_ups: int, flat_groups: int) -> None:
+    """Everyone's steps, in turn. A large model's first step counts: what a warm-up costs there is small beside it."""
+    for repetition in range(repeats + warm_ups):
+        for one, into in pairs:
+            into.add(one.ask("step all"), warm_up=repetition < warm_ups)
+    for _ in range(repeats if flat_groups else 0):
+        for one, into in pairs:
+            into.flat_cpu_seconds.append(one.ask("step flat")["cpu_seconds"])
 
 
 @click.command()
@@ -174,13 +187,13 @@ def main(
     everything: bool, models: tuple[str, ...], repeats: int | None, flat_groups: int, envs: Path, out: Path | None
 ) -> None:
     """Measure, and print a table a workload."""
-    known = (*EMBEDDED, *LARGE, Workload("random-0.5b", "node", "mixed", 24, 1, (16,)))
+    known = (*EMBEDDED, *LARGE, Workload("random-0.5b", "node", "mixed", 24, 1, (16,), alone=True))
     chosen = [one for one in known if one.model in models] if models else [*EMBEDDED, *(LARGE if everything else ())]
     results = []
     for what in chosen:
         if repeats:
             what = replace(what, repeats=repeats)
-        measured = measure(what, envs, flat_groups, contenders(what.trl_rows))
+        measured = measure(what, envs, flat_groups, contenders(what.trl_rows, warm=not what.alone))
         click.echo(report.table(measured))
         for line in report.goals(measured):
             click.echo(line)
