@@ -56,7 +56,8 @@ SAME_LOSS = ("8/0 kl", "4/4 kl")  # the loss of the best rule on the plain mixes
 CONTROLS = ("8/0 resample", "refill", "4/4 unfiltered", "4/4 own past", *SAME_LOSS)
 
 # 4. Confirmation, on bases and seeds that nothing was chosen by. Every run of it counts. The winner is the rule with
-# the largest ratio to 4/4 in the second stage.
+# the largest ratio to 4/4 in the second stage. Against `8/0 resample` nothing is claimed: on the tuning seeds it was
+# ahead of 4/4 at equal steps, for eleven times the completions; what it spends is reported.
 WINNER, WINNERS_LOSS = "wide, kl", "8/0 kl"
 CONFIRMED = ("8/0", WINNERS_LOSS, "8/0 resample", "4/4", WINNER, "4/4 twice the rounds")
 FRESH_BASES, FRESH_SEEDS = ("base-11", "base-12", "base-13"), range(100, 116)
@@ -83,9 +84,6 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "confirm": (
         Claim("4/4", "8/0", "sharing, at equal steps", 1.1),
         Claim("4/4 twice the rounds", "8/0", "sharing, at equal completions", 1.0),
-        Claim(
-            "4/4", "8/0 resample", "sharing, against nodes alone that draw until their groups have an advantage", 1.0
-        ),
         Claim(WINNER, "4/4", "the better rule", 1.0, 1.25),
         Claim(WINNER, WINNERS_LOSS, "sharing by the better rule, at its own loss", 1.0),
     ),
