@@ -13,6 +13,7 @@ cached along the way.
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
@@ -211,9 +212,10 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
             return  # not a node of ours, or one that wants another place than its own
         stale = self.routing_table.add_or_update_node(node_id, peer_id)
         if stale is not None:  # the bucket is full: does its oldest node still live? If not, the new one replaces it
-            self._spawn(self.call_ping(stale[1]))
+            self.spawn(self.call_ping(stale[1]))
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Let work go on beside; it ends with the protocol."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -341,7 +343,8 @@ class SwarmDHT:
         if any(answers):
             own = self._protocol.node_id
             await self._network.guard("enter the DHT", self._search({own: {}}), OPERATION_SECONDS)
-            await self._settle_shard()
+            if self.schedule.new:
+                await self._probe_shards()
         return sum(answers)
 
     async def _meet(self, peer: str) -> bool:
@@ -381,12 +384,12 @@ class SwarmDHT:
 
     async def read(self, epoch: int, k: int, prefix: int) -> list[bytes]:
         """The signed announcements in a shard, each valid; those that were found until the deadline."""
-        (envelopes,) = await self._read([(epoch, k, prefix)])
-        self._note_shard(epoch, k, prefix, len(envelopes))
-        return envelopes
+        (records,) = await self._read([(epoch, k, prefix)])
+        self._note_shard(epoch, k, prefix, len(records))
+        return [record.envelope for record in records]
 
-    async def _read(self, shards: Sequence[tuple[int, int, int]]) -> list[list[bytes]]:
-        """The announcements in each of several shards, found in one search."""
+    async def _read(self, shards: Sequence[tuple[int, int, int]]) -> list[list[Record]]:
+        """The records in each of several shards, found in one search."""
         keys = [list(map(DHTID.from_bytes, key_ids(self._network.names, self._swarm, *shard))) for shard in shards]
         found: dict[Any, dict[bytes, Record]] = {
             key: {r.public_key: r for r in self._protocol.records.get(key.to_bytes())}
@@ -397,7 +400,7 @@ class SwarmDHT:
         for first, *others in keys:  # others: while a private swarm changes its key
             for other in others:
                 _merge(found[first], found[other].values())
-        return [[record.envelope for record in found[first].values()] for first, *_ in keys]
+        return [list(found[first].values()) for first, *_ in keys]
 
     async def _search(self, found: dict[Any, dict[bytes, Record]]) -> list[Any]:
         """Ask the nodes nearest to each key of `found`, nearer and nearer ones, and add the records they hold.
@@ -439,18 +442,23 @@ class SwarmDHT:
 
     # Which shard
 
-    async def _settle_shard(self) -> None:
-        """A newcomer's walk to the first k whose shard is not empty; see `ShardSchedule`."""
-        while (first := self.schedule.next_probe()) is not None:
-            epoch = epoch_of(self._now())
-            shards = [
-                (e, k, shard_prefix(self._network.public_key, e, k))
-                for k in range(first, min(first + MAX_KEYS_A_CALL // 2, MAX_SHARD_BITS + 1))
-                for e in (epoch, epoch - 1)
-            ]
-            sizes = [len(envelopes) for envelopes in await self._read(shards)]
-            for now, before in zip(sizes[::2], sizes[1::2], strict=True):
-                self.schedule.probed(now + before)
+    async def _probe_shards(self) -> None:
+        """Look at a shard of each k in this epoch and the last, a random one, which nobody could prepare for this node;
+        see `ShardSchedule`."""
+        epoch, own = epoch_of(self._now()), self._network.public_key
+        sizes = []
+        for first in range(0, MAX_SHARD_BITS + 1, MAX_KEYS_A_CALL // 2):
+            ks = range(first, min(first + MAX_KEYS_A_CALL // 2, MAX_SHARD_BITS + 1))
+            shards = [(e, k, prefix) for k in ks for prefix in [secrets.randbelow(1 << k)] for e in (epoch, epoch - 1)]
+            read = [sum(record.public_key != own for record in records) for records in await self._read(shards)]
+            sizes += [max(now, before) for now, before in zip(read[::2], read[1::2], strict=True)]
+        self.schedule.probed(sizes)
+
+    async def _probe_again(self) -> None:
+        try:
+            await self._probe_shards()
+        except NetworkError as error:
+            log.debug("looking at every k failed: %s", error)
 
     def _note_shard(self, epoch: int, k: int, prefix: int, records: int) -> None:
         """Adapt k once an epoch, by the shards of the epoch before it (that one is complete) read meanwhile."""
@@ -458,6 +466,8 @@ class SwarmDHT:
         if now != self._epoch:
             self.schedule.end_of_epoch(list(self._seen_shards.values()))
             self._epoch, self._seen_shards = now, {}
+            if self.schedule.due():
+                self._protocol.spawn(self._probe_again())
         if (epoch, k) == (now - 1, self.schedule.k):
             self._seen_shards[prefix] = records
 

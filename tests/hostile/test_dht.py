@@ -13,6 +13,8 @@ from sapo_node.commands import bootstrap
 from sapo_node.swarm import dht, hivemind_light, service
 from sapo_node.swarm.dht import BEAM, NEIGHBOURS, SwarmDHT
 from sapo_node.swarm.hivemind_light import DHTID, PeerID, dht_pb2
+from sapo_node.swarm.protocol import MAX_SHARD_BITS
+from sapo_node.swarm.records import ShardSchedule
 
 
 class Maze:
@@ -68,3 +70,39 @@ def test_a_bootstrap_runs_the_same_checks() -> None:
     assert "DHTNode" not in hivemind_light.__all__, "hivemind's own storage is nowhere to be had"
     assert service.SwarmDHT is SwarmDHT
     assert bootstrap.SwarmService is service.SwarmService, "a bootstrap is the same service with another role"
+
+
+def sizes(**records: int) -> list[int]:
+    """Records in a shard of each k, by `k3=40`."""
+    return [records.get(f"k{k}", 0) for k in range(MAX_SHARD_BITS + 1)]
+
+
+def test_a_few_records_at_another_k_lead_no_newcomer_away() -> None:
+    """Hope: one record at k = 0 is the first thing that a newcomer finds, and it stays there, where nobody else is."""
+    for fakes in ({"k0": 1}, {"k0": 15, "k1": 15}, {"k0": 200}, {"k16": 1}, {"k9": 15, "k16": 15}):
+        schedule = ShardSchedule()
+        schedule.probed(sizes(k3=40, **fakes))
+        assert schedule.k == 3, fakes
+
+
+def test_a_node_that_was_led_away_comes_back() -> None:
+    """Hope: who once settled at k = 0 is kept there for ever by a record of the attacker in each epoch."""
+    schedule = ShardSchedule()
+    schedule.probed(sizes(k0=1))
+    while not schedule.due():
+        assert schedule.end_of_epoch([1]) == 0
+    schedule.probed(sizes(k0=1, k3=40))
+    assert schedule.k == 3
+
+
+def test_many_records_at_a_high_k_split_no_small_swarm() -> None:
+    """Hope: keys enough to fill the shards of a larger k draw newcomers there, and the others never read them."""
+    newcomer, member = ShardSchedule(), ShardSchedule()
+    for schedule, own in ((newcomer, 6), (member, 5)):
+        schedule.probed(sizes(k0=own))
+        schedule.probed(sizes(k0=own, k6=20))
+    assert newcomer.k in member.readable()
+    assert member.k in newcomer.readable()
+    late = ShardSchedule()
+    late.probed(sizes(k0=6, k6=20))
+    assert {0, 6} <= set(late.readable()) & set(member.readable()), "wherever it settled"

@@ -10,14 +10,14 @@ from typing import Any
 import base58
 import pytest
 
-from sapo_node.swarm import p2p, protocol
-from sapo_node.swarm.fetch import CHUNK, FetchFailed
+from sapo_node.swarm import fetch, p2p, protocol
+from sapo_node.swarm.fetch import CHUNK, FetchFailed, FetchServer, Status
 from sapo_node.swarm.hivemind_light import p2pd_pb2
 from sapo_node.swarm.p2p import Network, _RequestReader
 from sapo_node.swarm.p2pd import read_message
 from sapo_node.swarm.rate_limit import BURST, RateLimit
 from tests.swarm.conftest import Loopback
-from tests.swarm.test_fetch import ask, envelope, head, in_loop, listing, server, shelf
+from tests.swarm.test_fetch import ask, envelope, head, in_loop, listing, says, server, shelf
 
 OnLoopback = Callable[[Callable[[Loopback], Awaitable[None]]], None]
 
@@ -202,3 +202,57 @@ def test_a_thousand_identities_are_served_no_more_than_a_link_bears() -> None:
     rate: Any = RateLimit()
     granted = sum(rate.take(f"peer {n}", 0.0) for n in range(1000) for _ in range(BURST))
     assert granted <= 64 * BURST
+
+
+class Asked:
+    """Both ends of a stream that asks for `content_id`; what is answered."""
+
+    def __init__(self, content_id: bytes) -> None:
+        self.content_id, self.answer = content_id, b""
+
+    async def readexactly(self, size: int) -> bytes:
+        return self.content_id
+
+    def write(self, data: bytes) -> None:
+        self.answer += data
+
+    async def drain(self) -> None:
+        return
+
+
+async def answered(made: FetchServer, peer_id: str, content_id: bytes) -> Status:
+    stream: Any = Asked(content_id)
+    await made.serve(peer_id, stream, stream)
+    return Status(stream.answer[0])
+
+
+@in_loop
+async def test_asking_in_vain_by_many_identities_keeps_nobody_out() -> None:
+    """Hope: two hundred identities ask for batches that do not exist, until the total is used up and all are busy."""
+    good = envelope(1000)
+    made, _ = server(shelf(good))
+    for n in range(3000):
+        assert await answered(made, f"peer {n % 200}", n.to_bytes(32, "big")) in (Status.GONE, Status.BUSY)
+    assert await answered(made, "honest", good.content_id) is Status.OK
+
+
+@in_loop
+async def test_fetching_by_many_identities_keeps_no_known_peer_out() -> None:
+    """Hope: a thousand identities fetch what is announced, until the total is used up and all are busy."""
+    good = envelope(1000)
+    made = FetchServer(shelf(good), lambda _: True, lambda *_: None, lambda peer_id: peer_id == "known")
+    answers = [await answered(made, f"peer {n}", good.content_id) for n in range(1000)]
+    assert answers[-1] is Status.BUSY
+    assert await answered(made, "known", good.content_id) is Status.OK
+
+
+@in_loop
+async def test_silence_after_a_promise_of_a_megabyte_ends_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hope: the head of a large batch and then nothing holds a slot for as long as the batch might take."""
+    monkeypatch.setattr(fetch, "REQUEST_SECONDS", 0.2)
+    large = envelope(protocol.MAX_ENVELOPE_BYTES)
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    with pytest.raises(FetchFailed, match="too slow"):
+        await ask(says(head(0, len(large.data)), then_hang=True), listing(large))
+    assert loop.time() - started < 0.2 + 1.0 + 1.0, "a chunk at the least rate, and some more for a busy machine"
