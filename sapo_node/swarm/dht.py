@@ -32,6 +32,7 @@ from sapo_node.swarm.hivemind_light import (
 )
 from sapo_node.swarm.p2p import Network, NetworkError
 from sapo_node.swarm.protocol import MAX_RECORD_BYTES, MAX_SHARD_BITS, MAX_SUBKEYS, epoch_of
+from sapo_node.swarm.rate_limit import RateLimit
 from sapo_node.swarm.records import (
     Record,
     RecordStore,
@@ -66,6 +67,11 @@ MAX_KEYS_A_CALL: Final = 8
 MAX_RECORDS_A_CALL: Final = 8
 """Keys asked for and records stored in one remote call: an answer stays below hivemind's 4 MiB, and a signature check
 below a millisecond."""
+RATE_SCALE: Final = 4
+"""Calls of a peer, and of all, beside requests for batches: a node of a small swarm makes about five a second to each
+other one, and some forty at once when it joins. Whom this node refuses, it is left out by for SUSPEND_SECONDS."""
+BYTES_A_TOKEN: Final = 64 * 1024
+"""An answer counts as one call more for each so many bytes: honest shards fit into one, full ones have four."""
 _DICTIONARY_CODE: Final = 0x50  # hivemind's extension type of a value with subkeys
 _MAX_DICTIONARY_BYTES: Final = MAX_SUBKEYS * (MAX_RECORD_BYTES + 64)
 
@@ -122,6 +128,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
     network: Network
     records: RecordStore
     validator: RecordValidator
+    rate: RateLimit
     _tasks: set[asyncio.Task[Any]]
 
     @classmethod
@@ -134,6 +141,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
             network.calls, node_id, NEIGHBOURS, 5, REPLICAS, RPC_SECONDS, client_mode=True
         )
         self.network, self.records, self.validator, self._tasks = network, records, validator, set()
+        self.rate = RateLimit(lambda peer_id: network.known(peer_id), RATE_SCALE)
         if serve:  # only now: what the handlers use is there
             self.client_mode = False
             self.node_info = dht_pb2.NodeInfo(node_id=node_id.to_bytes())
@@ -162,6 +170,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
         self._admit(request.peer, context.remote_id)
         if len(request.keys) > MAX_RECORDS_A_CALL:
             raise ValueError(f"at most {MAX_RECORDS_A_CALL} records in a call")
+        self._owe(context.remote_id, len(request.keys) - 1)  # each may cost a signature check
         offered = zip(request.keys, request.subkeys, request.values, request.expiration_time, strict=True)
         return dht_pb2.StoreResponse(store_ok=[self._keep(*item) for item in offered], peer=self.node_info)
 
@@ -182,11 +191,17 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
         """Return the records held under each key, and the nodes known to be near it."""
         self._admit(request.peer, context.remote_id)
-        if len(request.keys) > MAX_KEYS_A_CALL:
-            raise ValueError(f"at most {MAX_KEYS_A_CALL} keys in a call")
+        if len(request.keys) > MAX_KEYS_A_CALL or len(set(request.keys)) < len(request.keys):
+            raise ValueError(f"at most {MAX_KEYS_A_CALL} keys in a call, each of them once")
         caller = node_id_of(context.remote_id)
         results = [self._result(DHTID.from_bytes(key), caller) for key in request.keys]
+        self._owe(context.remote_id, sum(len(result.value) for result in results) // BYTES_A_TOKEN)
         return dht_pb2.FindResponse(results=results, peer=self.node_info)
+
+    def _owe(self, peer_id: Any, calls: int) -> None:
+        """A call that was answered counts as so many more."""
+        if calls > 0:
+            self.rate.owe(peer_id.to_base58(), calls, time.monotonic())
 
     def _result(self, key: Any, caller: Any) -> Any:
         result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
@@ -200,9 +215,13 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
         return result
 
     def _admit(self, claimed: Any, peer_id: Any) -> None:
-        """Refuse a denied caller; let one that serves (it names its node id) join the routing table."""
-        if self.network.outside(peer_id.to_base58()):
+        """Refuse a denied caller and one that calls too often; let one that serves (it names its node id) join the
+        routing table."""
+        name = peer_id.to_base58()
+        if self.network.outside(name):
             raise PermissionError("denied")
+        if not self.rate.take(name, time.monotonic()):
+            raise PermissionError("too many calls")
         if claimed.node_id:
             self._saw(peer_id, claimed.node_id)
 

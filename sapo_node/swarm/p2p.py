@@ -89,8 +89,8 @@ class Network:
     """One p2pd and this node's place in the network. `await Network.start(...)`, and `close()` in the end.
 
     `peer_id` and `public_key` are this node's; `p2p` is hivemind's handle for the DHT; peers that are `denied` get no
-    answer on streams, gossip or DHT, peers in `foreign` (of another swarm) none in the DHT. Of `private` swarms:
-    `sealed.py`.
+    answer on streams, gossip or DHT, peers in `foreign` (of another swarm) none in the DHT; those that are `known` come
+    before strangers where there is not enough for all. Of `private` swarms: `sealed.py`.
     """
 
     private = False
@@ -100,6 +100,7 @@ class Network:
         self.public_key = identity.public_key
         self.p2p: Any = None
         self.denied: Callable[[str], bool] = lambda peer_id: False
+        self.known: Callable[[str], bool] = lambda peer_id: False
         self.foreign: set[str] = set()
         self.reached: Callable[[str, str], object] = lambda peer_id, far_end: None  # told of each stream opened
         self.daemon = daemon
