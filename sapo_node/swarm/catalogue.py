@@ -4,9 +4,16 @@ Policy. A round needs J groups, not everybody's batches, so offers are sampled: 
 with something unseen (a loud peer is drawn no more often than a quiet one, and peers that have one share together no
 more often than one), and of its unseen batches the newest, as fresh groups are worth most. At most one fetch runs from
 a peer. A fetch that fails makes its peer wait, twice as long each time; a batch that failed MAX_ATTEMPTS times is given
-up. What was fetched, given up or refused counts as *seen* and is not offered again.
+up, where the peer was busy is no attempt. What was fetched, given up or refused counts as *seen* and is not offered
+again.
+
+An announcement is a word, and identities are free: what strangers announce must not keep from this node what those
+have who kept their word. A peer is *reliable* when groups of it were accepted and no fetch from it came to nothing
+lately. Others share a part of the slots (the caller says when they are taken), those of them that let a fetch come to
+nothing wait for the rest, their offers do not end the search for more, and they are forgotten first.
 """
 
+import math
 import random
 from collections import OrderedDict
 from collections.abc import Callable
@@ -19,7 +26,8 @@ from sapo_node.swarm import protocol
 Via = Literal["hint", "dht"]
 
 MAX_OFFERING: Final = 2048
-"""Peers whose announcements are kept; with 8 listings each a few MB. The longest unheard goes first."""
+"""Peers whose announcements are kept; with 8 listings each a few MB. Beyond it a tenth goes: first those that gave
+nothing, and of equals the longest unheard."""
 
 MAX_SEEN: Final = 16_384
 """Content ids remembered as seen: more than MAX_OFFERING peers can list anew within the age limit of a fast round."""
@@ -29,6 +37,10 @@ BACKOFF_SECONDS: Final = 1.0
 MAX_BACKOFF_SECONDS: Final = 60.0
 """After a failed fetch its peer rests 1, 2, 4, ... seconds, half to one and a half times, so that all who failed at
 the same moment do not come back at the same moment."""
+
+DOUBT_SECONDS: Final = 300.0
+"""How long a peer whose fetch came to nothing is not reliable. Shorter, and a few peers that give a batch now and then
+could hold the slots meant for those that keep their word."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +52,7 @@ class Wanted:
     addresses: tuple[str, ...]
     listing: Listing
     via: Via
+    reliable: bool = True
 
 
 @dataclass(slots=True)
@@ -51,6 +64,7 @@ class _Offer:
     failures: int = 0
     failed_at: float = 0.0
     rest: float = 0.0  # seconds after `failed_at`
+    came_to_nothing: float = -math.inf  # when a fetch did so last
     attempts: dict[bytes, int] = field(default_factory=dict)
 
 
@@ -64,14 +78,16 @@ class Catalogue:
         welcome: Callable[[str, float], bool],
         rng: random.Random,
         share: Callable[[str], str] = str,
+        gave: Callable[[str], bool] = lambda peer_id: True,
     ) -> None:
         """`welcome(peer_id, now)` tells whether to fetch from a peer at all; peers with the same `share` are drawn as
-        one."""
+        one; `gave` tells whether anything of a peer was accepted."""
         self._own = own_peer_id
         self._max_age = max_age_seconds
         self._welcome = welcome
         self._rng = rng
         self._share = share
+        self._gave = gave
         self._offers: OrderedDict[str, _Offer] = OrderedDict()
         self._busy: set[str] = set()  # outlives a forgotten offer: still one fetch a peer when it comes back
         self._seen: OrderedDict[tuple[str, bytes], None] = OrderedDict()
@@ -96,24 +112,30 @@ class Catalogue:
         return True
 
     def available(self, now: float) -> int:
-        """Groups that could be fetched now."""
-        free = [peer_id for peer_id, offer in self._offers.items() if self._free(peer_id, offer, now)]
+        """Groups that could be fetched now from reliable peers."""
+        offers = self._offers.items()
+        free = [name for name, offer in offers if self._reliable(name, offer, now) and self._free(name, offer, now)]
         return sum(listing.groups for peer_id in free for listing in self._unseen(peer_id, now))
 
-    def take(self, now: float) -> Wanted | None:
+    def take(self, now: float, *, only_reliable: bool = False) -> Wanted | None:
         """Choose what to fetch next and mark its peer busy; None if there is nothing. Report back by one of
         `fetched`, `failed`."""
-        choices: dict[str, list[tuple[str, _Offer, list[Listing]]]] = {}
+        lots: dict[bool, dict[str, list[str]]] = {False: {}, True: {}}  # whether in doubt -> share -> peers
         for peer_id, offer in self._offers.items():
-            if self._free(peer_id, offer, now) and (unseen := self._unseen(peer_id, now)):
-                choices.setdefault(self._share(peer_id), []).append((peer_id, offer, unseen))
-        if not choices:
-            return None
-        peer_id, offer, unseen = self._rng.choice(self._rng.choice(list(choices.values())))
-        listing = max(unseen, key=lambda b: b.created_at)
-        self._busy.add(peer_id)
-        via = offer.via[listing.content_id]
-        return Wanted(peer_id, offer.public_key, tuple(offer.announcement.addresses), listing, via)
+            if self._free(peer_id, offer, now) and (not only_reliable or self._reliable(peer_id, offer, now)):
+                lots[_in_doubt(offer, now)].setdefault(self._share(peer_id), []).append(peer_id)
+        for some in lots.values():
+            for lot in self._rng.sample(list(some.values()), len(some)):
+                for peer_id in self._rng.sample(lot, len(lot)):
+                    if unseen := self._unseen(peer_id, now):
+                        self._busy.add(peer_id)
+                        return self._wanted(peer_id, max(unseen, key=lambda b: b.created_at), now)
+        return None
+
+    def _wanted(self, peer_id: str, listing: Listing, now: float) -> Wanted:
+        offer = self._offers[peer_id]
+        addresses, via = tuple(offer.announcement.addresses), offer.via[listing.content_id]
+        return Wanted(peer_id, offer.public_key, addresses, listing, via, self._reliable(peer_id, offer, now))
 
     def fetched(self, wanted: Wanted) -> None:
         """The batch arrived (whatever it was worth)."""
@@ -122,8 +144,9 @@ class Catalogue:
         if offer := self._offers.get(wanted.peer_id):
             offer.failures = 0
 
-    def failed(self, wanted: Wanted, now: float, *, give_up: bool = False) -> None:
-        """The fetch brought nothing: let the peer rest; `give_up` if asking for this batch again is useless."""
+    def failed(self, wanted: Wanted, now: float, *, give_up: bool = False, busy: bool = False) -> None:
+        """The fetch brought nothing: let the peer rest; `give_up` if asking for this batch again is useless, `busy` if
+        the peer said at once that it should be asked later."""
         self._busy.discard(wanted.peer_id)
         content_id = wanted.listing.content_id
         offer = self._offers.get(wanted.peer_id)
@@ -132,6 +155,10 @@ class Catalogue:
         pause = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** min(offer.failures, 10))
         offer.failures += 1
         offer.failed_at, offer.rest = now, pause * self._rng.uniform(0.5, 1.5)
+        if busy:
+            return
+        if not give_up:
+            offer.came_to_nothing = now
         offer.attempts[content_id] = offer.attempts.get(content_id, 0) + 1
         if give_up or offer.attempts[content_id] >= MAX_ATTEMPTS:
             self._see(wanted.peer_id, content_id)
@@ -149,6 +176,9 @@ class Catalogue:
         rests = 0.0 <= now - offer.failed_at < offer.rest  # a clock that was set back ends the rest
         return peer_id not in self._busy and not rests and self._welcome(peer_id, now)
 
+    def _reliable(self, peer_id: str, offer: _Offer, now: float) -> bool:
+        return not _in_doubt(offer, now) and self._gave(peer_id)
+
     def _unseen(self, peer_id: str, now: float) -> list[Listing]:
         fresh = (b for b in self._offers[peer_id].announcement.batches if now - b.created_at <= self._max_age)
         return [b for b in fresh if (peer_id, b.content_id) not in self._seen]
@@ -160,10 +190,18 @@ class Catalogue:
             self._seen.popitem(last=False)
 
     def _forget(self, now: float) -> None:
-        """Drop peers not heard for the age limit, and the longest unheard beyond the bound."""
+        """Drop peers not heard for the age limit, and a tenth of them beyond the bound."""
         while self._offers:
             peer_id, offer = next(iter(self._offers.items()))
             # By the distance, or after a clock was set back they would stay for as long as it was set.
-            if abs(now - offer.heard_at) <= self._max_age and len(self._offers) <= MAX_OFFERING:
-                return
+            if abs(now - offer.heard_at) <= self._max_age:
+                break
             del self._offers[peer_id]
+        if len(self._offers) > MAX_OFFERING:  # many at once, as looking at all of them takes a moment
+            for peer_id in sorted(self._offers, key=self._gave)[: MAX_OFFERING // 10]:
+                del self._offers[peer_id]
+
+
+def _in_doubt(offer: _Offer, now: float) -> bool:
+    """By the distance: a clock that was set back must not lengthen it."""
+    return abs(now - offer.came_to_nothing) <= DOUBT_SECONDS

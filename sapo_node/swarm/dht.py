@@ -13,6 +13,7 @@ cached along the way.
 import asyncio
 import logging
 import math
+import secrets
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from contextlib import suppress
@@ -31,6 +32,7 @@ from sapo_node.swarm.hivemind_light import (
 )
 from sapo_node.swarm.p2p import Network, NetworkError
 from sapo_node.swarm.protocol import MAX_RECORD_BYTES, MAX_SHARD_BITS, MAX_SUBKEYS, epoch_of
+from sapo_node.swarm.rate_limit import RateLimit
 from sapo_node.swarm.records import (
     Record,
     RecordStore,
@@ -65,6 +67,11 @@ MAX_KEYS_A_CALL: Final = 8
 MAX_RECORDS_A_CALL: Final = 8
 """Keys asked for and records stored in one remote call: an answer stays below hivemind's 4 MiB, and a signature check
 below a millisecond."""
+RATE_SCALE: Final = 4
+"""Calls of a peer, and of all, beside requests for batches: a node of a small swarm makes about five a second to each
+other one, and some forty at once when it joins. Whom this node refuses, it is left out by for SUSPEND_SECONDS."""
+BYTES_A_TOKEN: Final = 64 * 1024
+"""An answer counts as one call more for each so many bytes: honest shards fit into one, full ones have four."""
 _DICTIONARY_CODE: Final = 0x50  # hivemind's extension type of a value with subkeys
 _MAX_DICTIONARY_BYTES: Final = MAX_SUBKEYS * (MAX_RECORD_BYTES + 64)
 
@@ -121,6 +128,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
     network: Network
     records: RecordStore
     validator: RecordValidator
+    rate: RateLimit
     _tasks: set[asyncio.Task[Any]]
 
     @classmethod
@@ -133,6 +141,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
             network.calls, node_id, NEIGHBOURS, 5, REPLICAS, RPC_SECONDS, client_mode=True
         )
         self.network, self.records, self.validator, self._tasks = network, records, validator, set()
+        self.rate = RateLimit(lambda peer_id: network.known(peer_id), RATE_SCALE)
         if serve:  # only now: what the handlers use is there
             self.client_mode = False
             self.node_info = dht_pb2.NodeInfo(node_id=node_id.to_bytes())
@@ -161,6 +170,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
         self._admit(request.peer, context.remote_id)
         if len(request.keys) > MAX_RECORDS_A_CALL:
             raise ValueError(f"at most {MAX_RECORDS_A_CALL} records in a call")
+        self._owe(context.remote_id, len(request.keys) - 1)  # each may cost a signature check
         offered = zip(request.keys, request.subkeys, request.values, request.expiration_time, strict=True)
         return dht_pb2.StoreResponse(store_ok=[self._keep(*item) for item in offered], peer=self.node_info)
 
@@ -181,11 +191,17 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
     async def rpc_find(self, request: dht_pb2.FindRequest, context: P2PContext) -> dht_pb2.FindResponse:
         """Return the records held under each key, and the nodes known to be near it."""
         self._admit(request.peer, context.remote_id)
-        if len(request.keys) > MAX_KEYS_A_CALL:
-            raise ValueError(f"at most {MAX_KEYS_A_CALL} keys in a call")
+        if len(request.keys) > MAX_KEYS_A_CALL or len(set(request.keys)) < len(request.keys):
+            raise ValueError(f"at most {MAX_KEYS_A_CALL} keys in a call, each of them once")
         caller = node_id_of(context.remote_id)
         results = [self._result(DHTID.from_bytes(key), caller) for key in request.keys]
+        self._owe(context.remote_id, sum(len(result.value) for result in results) // BYTES_A_TOKEN)
         return dht_pb2.FindResponse(results=results, peer=self.node_info)
+
+    def _owe(self, peer_id: Any, calls: int) -> None:
+        """A call that was answered counts as so many more."""
+        if calls > 0:
+            self.rate.owe(peer_id.to_base58(), calls, time.monotonic())
 
     def _result(self, key: Any, caller: Any) -> Any:
         result = dht_pb2.FindResult(type=dht_pb2.NOT_FOUND)
@@ -199,9 +215,13 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
         return result
 
     def _admit(self, claimed: Any, peer_id: Any) -> None:
-        """Refuse a denied caller; let one that serves (it names its node id) join the routing table."""
-        if self.network.outside(peer_id.to_base58()):
+        """Refuse a denied caller and one that calls too often; let one that serves (it names its node id) join the
+        routing table."""
+        name = peer_id.to_base58()
+        if self.network.outside(name):
             raise PermissionError("denied")
+        if not self.rate.take(name, time.monotonic()):
+            raise PermissionError("too many calls")
         if claimed.node_id:
             self._saw(peer_id, claimed.node_id)
 
@@ -211,9 +231,10 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
             return  # not a node of ours, or one that wants another place than its own
         stale = self.routing_table.add_or_update_node(node_id, peer_id)
         if stale is not None:  # the bucket is full: does its oldest node still live? If not, the new one replaces it
-            self._spawn(self.call_ping(stale[1]))
+            self.spawn(self.call_ping(stale[1]))
 
-    def _spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Let work go on beside; it ends with the protocol."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -341,7 +362,8 @@ class SwarmDHT:
         if any(answers):
             own = self._protocol.node_id
             await self._network.guard("enter the DHT", self._search({own: {}}), OPERATION_SECONDS)
-            await self._settle_shard()
+            if self.schedule.new:
+                await self._probe_shards()
         return sum(answers)
 
     async def _meet(self, peer: str) -> bool:
@@ -381,12 +403,12 @@ class SwarmDHT:
 
     async def read(self, epoch: int, k: int, prefix: int) -> list[bytes]:
         """The signed announcements in a shard, each valid; those that were found until the deadline."""
-        (envelopes,) = await self._read([(epoch, k, prefix)])
-        self._note_shard(epoch, k, prefix, len(envelopes))
-        return envelopes
+        (records,) = await self._read([(epoch, k, prefix)])
+        self._note_shard(epoch, k, prefix, len(records))
+        return [record.envelope for record in records]
 
-    async def _read(self, shards: Sequence[tuple[int, int, int]]) -> list[list[bytes]]:
-        """The announcements in each of several shards, found in one search."""
+    async def _read(self, shards: Sequence[tuple[int, int, int]]) -> list[list[Record]]:
+        """The records in each of several shards, found in one search."""
         keys = [list(map(DHTID.from_bytes, key_ids(self._network.names, self._swarm, *shard))) for shard in shards]
         found: dict[Any, dict[bytes, Record]] = {
             key: {r.public_key: r for r in self._protocol.records.get(key.to_bytes())}
@@ -397,7 +419,7 @@ class SwarmDHT:
         for first, *others in keys:  # others: while a private swarm changes its key
             for other in others:
                 _merge(found[first], found[other].values())
-        return [[record.envelope for record in found[first].values()] for first, *_ in keys]
+        return [list(found[first].values()) for first, *_ in keys]
 
     async def _search(self, found: dict[Any, dict[bytes, Record]]) -> list[Any]:
         """Ask the nodes nearest to each key of `found`, nearer and nearer ones, and add the records they hold.
@@ -439,18 +461,23 @@ class SwarmDHT:
 
     # Which shard
 
-    async def _settle_shard(self) -> None:
-        """A newcomer's walk to the first k whose shard is not empty; see `ShardSchedule`."""
-        while (first := self.schedule.next_probe()) is not None:
-            epoch = epoch_of(self._now())
-            shards = [
-                (e, k, shard_prefix(self._network.public_key, e, k))
-                for k in range(first, min(first + MAX_KEYS_A_CALL // 2, MAX_SHARD_BITS + 1))
-                for e in (epoch, epoch - 1)
-            ]
-            sizes = [len(envelopes) for envelopes in await self._read(shards)]
-            for now, before in zip(sizes[::2], sizes[1::2], strict=True):
-                self.schedule.probed(now + before)
+    async def _probe_shards(self) -> None:
+        """Look at a shard of each k in this epoch and the last, a random one, which nobody could prepare for this node;
+        see `ShardSchedule`."""
+        epoch, own = epoch_of(self._now()), self._network.public_key
+        sizes = []
+        for first in range(0, MAX_SHARD_BITS + 1, MAX_KEYS_A_CALL // 2):
+            ks = range(first, min(first + MAX_KEYS_A_CALL // 2, MAX_SHARD_BITS + 1))
+            shards = [(e, k, prefix) for k in ks for prefix in [secrets.randbelow(1 << k)] for e in (epoch, epoch - 1)]
+            read = [sum(record.public_key != own for record in records) for records in await self._read(shards)]
+            sizes += [max(now, before) for now, before in zip(read[::2], read[1::2], strict=True)]
+        self.schedule.probed(sizes)
+
+    async def _probe_again(self) -> None:
+        try:
+            await self._probe_shards()
+        except NetworkError as error:
+            log.debug("looking at every k failed: %s", error)
 
     def _note_shard(self, epoch: int, k: int, prefix: int, records: int) -> None:
         """Adapt k once an epoch, by the shards of the epoch before it (that one is complete) read meanwhile."""
@@ -458,6 +485,8 @@ class SwarmDHT:
         if now != self._epoch:
             self.schedule.end_of_epoch(list(self._seen_shards.values()))
             self._epoch, self._seen_shards = now, {}
+            if self.schedule.due():
+                self._protocol.spawn(self._probe_again())
         if (epoch, k) == (now - 1, self.schedule.k):
             self._seen_shards[prefix] = records
 

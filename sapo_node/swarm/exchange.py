@@ -55,7 +55,11 @@ POLL_SECONDS: Final = 0.5
 """How soon a rise of `want` is noticed. News and finished fetches are noticed at once."""
 
 AUTO_PUSH_PEERS: Final = 64
-"""`push: auto` stops gossiping above this many known peers: gossip's cost grows with the swarm, the DHT's does not."""
+"""`push: auto` stops gossiping above this many peers that announce: gossip's cost grows with the swarm, the DHT's does
+not. Those count that gave something or are connected: announcing alone is free, and would end gossip for all."""
+
+OPEN_SECONDS: Final = 15.0
+"""For a stream to a publisher: names, a dial and the opening have deadlines of their own, together twice that."""
 
 MAX_WAITING: Final = 64
 """Received batches that wait for the subscriber; beyond it the oldest is dropped."""
@@ -133,13 +137,15 @@ class Exchange:
         self._roles = list(roles)
         self._rng = rng if rng is not None else random.Random()
         self._shelf = Shelf(max_age_seconds)
-        self._server = FetchServer(self._shelf, self._welcome_now, self._count_served)
-        self._catalogue = Catalogue(identity.peer_id, max_age_seconds, self.book.wanted, self._rng, self.book.lot)
+        self._server = FetchServer(self._shelf, self._welcome_now, self._count_served, self.book.gave)
+        self._catalogue = Catalogue(
+            identity.peer_id, max_age_seconds, self.book.wanted, self._rng, self.book.lot, self.book.gave
+        )
         self._announcing = AnnouncePlan(self._rng)
         self._heard: OrderedDict[bytes, None] = OrderedDict()
-        self._hint_rate = RateLimit()
-        self._promised = 0  # groups being fetched, waiting for the subscriber, or in its hands
-        self._running = 0
+        self._hint_rate = RateLimit(self.book.gave)
+        self._here = 0  # groups waiting for the subscriber, or in its hands
+        self._running: list[Wanted] = []
         self._announce_now = asyncio.Event()
         self._fetch_now = asyncio.Event()
         self._received: asyncio.Queue[Received] = asyncio.Queue(MAX_WAITING)
@@ -251,7 +257,9 @@ class Exchange:
 
     def _push_is_on(self) -> bool:
         if self._settings.push == "auto":
-            return len(self.peers_known()) <= AUTO_PUSH_PEERS
+            connected = self.book.connected()
+            met = [peer_id for peer_id in self.peers_known() if peer_id in connected or self.book.gave(peer_id)]
+            return len(met) <= AUTO_PUSH_PEERS
         return self._settings.push == "on"
 
     # Discovering
@@ -269,7 +277,7 @@ class Exchange:
 
     def _is_hungry(self) -> bool:
         """Whether more groups are wanted than the known announcements offer."""
-        wanted = self._want() - self._promised
+        wanted = self._want() - self._here
         return wanted > 0 and self._catalogue.available(time.time()) < wanted
 
     async def _look(self) -> int:
@@ -360,18 +368,23 @@ class Exchange:
     async def _fetch_loop(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             self._fetch_now.clear()
-            while self._running < self._settings.max_fetches and self._want() > self._promised:
-                wanted = self._catalogue.take(time.time())
+            # What is being fetched counts nothing yet: how much it will be is the publishers' word.
+            while len(self._running) < self._settings.max_fetches and self._want() > self._here:
+                wanted = self._catalogue.take(time.time(), only_reliable=self._strangers_fill_their_slots())
                 if wanted is None:
                     break
-                self._running += 1
-                self._promised += wanted.listing.groups
+                self._running.append(wanted)
                 tasks.create_task(self._fetch(wanted), name="fetch a batch")
             await _wait(self._fetch_now, POLL_SECONDS)
 
+    def _strangers_fill_their_slots(self) -> bool:
+        """Whether peers that are not reliable have all the slots that they may have: half, so that silent ones do not
+        keep from this node what the others have."""
+        strangers = sum(not wanted.reliable for wanted in self._running)
+        return strangers >= max(1, self._settings.max_fetches // 2)
+
     async def _fetch(self, wanted: Wanted) -> None:
         started = time.monotonic()
-        received = None
         try:
             data = await self._transfer(wanted)
             self.stats.bytes_in += len(data)
@@ -380,17 +393,19 @@ class Exchange:
             self._catalogue.fetched(wanted)
         except (FetchFailed, NetworkError) as error:
             self._fetch_failed(wanted, error)
-        finally:
-            self._running -= 1
-            if received is None:
-                self._settle(wanted.listing.groups)
-        if received is not None:
+        else:
             self._deliver(received)
+        finally:
+            self._running.remove(wanted)
             self._fetch_now.set()
 
     async def _transfer(self, wanted: Wanted) -> bytes:
-        reader, writer = await self._network.open_stream(wanted.peer_id, protocol.FETCH_PROTOCOL, wanted.addresses)
-        return await fetch.ask(reader, writer, wanted.listing)
+        try:
+            async with asyncio.timeout(OPEN_SECONDS):
+                stream = await self._network.open_stream(wanted.peer_id, protocol.FETCH_PROTOCOL, wanted.addresses)
+        except TimeoutError:
+            raise FetchFailed("the stream took too long to open") from None
+        return await fetch.ask(*stream, wanted.listing)
 
     def _open(self, wanted: Wanted, data: bytes) -> Opened:
         """Decode what was fetched. Raises FetchFailed if it is not what the announcement promised."""
@@ -409,7 +424,8 @@ class Exchange:
         fault = isinstance(error, FetchFailed) and error.fault
         give_up = isinstance(error, FetchFailed) and (error.fault or error.gone)
         now = time.time()
-        self._catalogue.failed(wanted, now, give_up=give_up)
+        busy = isinstance(error, FetchFailed) and error.busy
+        self._catalogue.failed(wanted, now, give_up=give_up, busy=busy)
         self.stats.fetch_failures += 1
         if fault:
             self.stats.fetch_faults += 1
@@ -418,6 +434,7 @@ class Exchange:
 
     def _deliver(self, received: Received) -> None:
         self.stats.batches_in += 1
+        self._here += len(received.opened.batch.groups)
         if self._received.full():
             oldest = self._received.get_nowait()
             self.stats.dropped += 1
@@ -425,7 +442,7 @@ class Exchange:
         self._received.put_nowait(received)
 
     def _settle(self, groups: int) -> None:
-        self._promised -= groups
+        self._here -= groups
         self._fetch_now.set()
 
     # Small things

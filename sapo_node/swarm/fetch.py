@@ -21,7 +21,7 @@ from typing import Final
 from sapo_node.rollouts.codec import HEADER_BYTES, Envelope, Rejected, content_id_of
 from sapo_node.rollouts.schema import Listing
 from sapo_node.swarm import protocol
-from sapo_node.swarm.rate_limit import RateLimit
+from sapo_node.swarm.rate_limit import RateLimit, nobody
 from sapo_node.swarm.secret import FRAME_BYTES
 
 CHUNK: Final = FRAME_BYTES
@@ -48,11 +48,12 @@ class Status(IntEnum):
 class FetchFailed(Exception):
     """A fetch that brought no batch. `fault` tells whether the peer did what no honest node does."""
 
-    def __init__(self, reason: str, *, fault: bool = False, gone: bool = False) -> None:
-        """`gone`: the publisher has dropped this batch, so asking again is useless."""
+    def __init__(self, reason: str, *, fault: bool = False, gone: bool = False, busy: bool = False) -> None:
+        """`gone`: the publisher has dropped this batch, so asking again is useless. `busy`: it has others to serve."""
         super().__init__(reason)
         self.fault = fault
         self.gone = gone
+        self.busy = busy
 
 
 def transfer_seconds(size: int) -> float:
@@ -115,12 +116,19 @@ class FetchServer:
     """Answers fetches from the shelf. `serve` is the handler of FETCH_PROTOCOL streams; the network bounds how many of
     them are open, in all and for a peer."""
 
-    def __init__(self, shelf: Shelf, welcome: Callable[[str], bool], sent: Callable[[str, int], None]) -> None:
-        """`welcome` tells whether to talk to a peer at all; `sent` is told of each served batch and its bytes."""
+    def __init__(
+        self,
+        shelf: Shelf,
+        welcome: Callable[[str], bool],
+        sent: Callable[[str, int], None],
+        known: Callable[[str], bool] = nobody,
+    ) -> None:
+        """`welcome` tells whether to talk to a peer at all, `known` who comes before strangers; `sent` is told of each
+        served batch and its bytes."""
         self._shelf = shelf
         self._welcome = welcome
         self._sent = sent
-        self._rate = RateLimit()
+        self._rate = RateLimit(known)
 
     async def serve(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request. Raises TimeoutError, EOFError or OSError when the peer is slow or breaks off."""
@@ -129,7 +137,8 @@ class FetchServer:
         async with asyncio.timeout(REQUEST_SECONDS):
             content_id = await reader.readexactly(32)
         found = self._shelf.get(content_id, time.time())
-        if not self._rate.take(peer_id, time.monotonic()):
+        granted = self._rate.take_own if found is None else self._rate.take  # who asks in vain costs the others nothing
+        if not granted(peer_id, time.monotonic()):
             answer, data = Status.BUSY, b""
         elif found is None:
             answer, data = Status.GONE, b""
@@ -155,14 +164,14 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listin
     Raises FetchFailed: too slow, broken off, gone, busy, or (a fault of the peer) another length or digest than its
     signed announcement said.
     """
+    started = asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(REQUEST_SECONDS):
             writer.write(listing.content_id)
             await writer.drain()
             head = await reader.readexactly(5)
         _check_head(head, listing)
-        async with asyncio.timeout(transfer_seconds(listing.size)):
-            data = await reader.readexactly(listing.size)
+        data = await _body(reader, listing.size, started)
     except TimeoutError:
         raise FetchFailed("too slow") from None
     except (EOFError, OSError):
@@ -178,13 +187,24 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, listin
     return data
 
 
+async def _body(reader: asyncio.StreamReader, size: int, started: float) -> bytes:
+    """`size` bytes, at the least rate from the start on: a deadline for the whole alone would let silence hold a slot
+    for as long as the largest batch may take."""
+    data = bytearray()
+    while len(data) < size:
+        step = min(CHUNK, size - len(data))
+        async with asyncio.timeout_at(started + transfer_seconds(len(data) + step)):
+            data += await reader.readexactly(step)
+    return bytes(data)
+
+
 def _check_head(head: bytes, listing: Listing) -> None:
     """Status and length, before a byte of the body is read."""
     status, length = head[0], int.from_bytes(head[1:], "big")
     if status == Status.GONE:
         raise FetchFailed("the batch is gone", gone=True)
     if status == Status.BUSY:
-        raise FetchFailed("the peer is busy")
+        raise FetchFailed("the peer is busy", busy=True)
     if status != Status.OK:
         raise FetchFailed("the answer has an unknown status", fault=True)
     if length != listing.size or not HEADER_BYTES < length <= protocol.MAX_ENVELOPE_BYTES:

@@ -10,7 +10,6 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -18,7 +17,7 @@ import base58
 
 from sapo_node.identity import Identity
 from sapo_node.swarm import addresses as multiaddrs
-from sapo_node.swarm import dnsaddr
+from sapo_node.swarm import dnsaddr, places
 from sapo_node.swarm.hivemind_light import P2P, Multiaddr, P2PDaemonError, P2PHandlerError, p2pd_pb2
 from sapo_node.swarm.p2pd import (
     MAX_CONTROL_BYTES,
@@ -32,6 +31,7 @@ from sapo_node.swarm.p2pd import (
     peer_bytes,
     read_message,
 )
+from sapo_node.swarm.places import Incoming, RequestReader
 
 __all__ = ["LeadsInside", "Network", "NetworkError", "PortInUse", "StreamHandler"]
 
@@ -45,10 +45,6 @@ DIAL_SECONDS: Final = 10.0
 """Deadline of a call in which p2pd reaches another machine."""
 STREAM_SECONDS: Final = 60.0
 """Longest life of an incoming stream: a peer that reads slowly must not hold a place for ever."""
-MAX_STREAMS: Final = 64
-MAX_STREAMS_PER_PEER: Final = 4
-"""Incoming streams at the same time. One too many of a peer is closed unanswered, and the peer comes again; one too
-many in all takes the place of the oldest that has not sent its request yet, so that idle streams lock nobody out."""
 MAX_DIALLED_ADDRESSES: Final = 8
 """Of the addresses a stranger announces, so many are tried."""
 MAX_PROVIDER_ADDRESSES: Final = 32
@@ -67,30 +63,12 @@ class LeadsInside(NetworkError):
     """A stranger's address leads where this node follows no stranger."""
 
 
-class _RequestReader(asyncio.StreamReader):
-    """A reader that knows whether something was asked: whether a read came to its end since `asked` was unset."""
-
-    asked = False
-
-    async def readexactly(self, n: int) -> bytes:
-        data = await super().readexactly(n)
-        self.asked = True
-        return data
-
-
-@dataclass(slots=True)
-class _Incoming:
-    reader: _RequestReader
-    writer: asyncio.StreamWriter
-    peer_id: str = ""  # until p2pd has named it
-
-
 class Network:
     """One p2pd and this node's place in the network. `await Network.start(...)`, and `close()` in the end.
 
     `peer_id` and `public_key` are this node's; `p2p` is hivemind's handle for the DHT; peers that are `denied` get no
-    answer on streams, gossip or DHT, peers in `foreign` (of another swarm) none in the DHT. Of `private` swarms:
-    `sealed.py`.
+    answer on streams, gossip or DHT, peers in `foreign` (of another swarm) none in the DHT; those that are `known` come
+    before strangers where there is not enough for all. Of `private` swarms: `sealed.py`.
     """
 
     private = False
@@ -100,12 +78,13 @@ class Network:
         self.public_key = identity.public_key
         self.p2p: Any = None
         self.denied: Callable[[str], bool] = lambda peer_id: False
+        self.known: Callable[[str], bool] = lambda peer_id: False
         self.foreign: set[str] = set()
         self.reached: Callable[[str, str], object] = lambda peer_id, far_end: None  # told of each stream opened
         self.daemon = daemon
         self._streams_path = daemon.folder / "streams.sock"
         self._handlers: dict[str, StreamHandler] = {}
-        self._streams: dict[asyncio.Task[Any], _Incoming] = {}  # the oldest first
+        self._streams: places.Streams = {}
         self._server: asyncio.Server | None = None
         self._dead = asyncio.create_task(daemon.ended())
         self._closed = False
@@ -376,7 +355,7 @@ class Network:
         if self._server is None:
             loop = asyncio.get_running_loop()
             self._server = await loop.create_unix_server(
-                lambda: asyncio.StreamReaderProtocol(_RequestReader(loop=loop), self._incoming), str(self._streams_path)
+                lambda: asyncio.StreamReaderProtocol(RequestReader(loop=loop), self._incoming), str(self._streams_path)
             )
         self._handlers[protocol] = handler
         request = p2pd_pb2.StreamHandlerRequest(
@@ -388,19 +367,23 @@ class Network:
     async def _incoming(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        assert isinstance(reader, _RequestReader)
+        assert isinstance(reader, RequestReader)
         peer_id, ended_well = "", False
         try:
-            if len(self._streams) >= 2 * MAX_STREAMS:  # p2pd names a stream's peer at once; until then it has no place
+            # p2pd names a stream's peer at once; until then it has no place.
+            if places.unnamed(self._streams) >= places.MAX_STREAMS:
                 return
-            self._streams[task] = stream = _Incoming(reader, writer)
+            self._streams[task] = stream = Incoming(reader, writer)
             async with asyncio.timeout(CALL_SECONDS):
                 info = p2pd_pb2.StreamInfo.FromString(await read_message(reader, 4096))
             peer_id = base58.b58encode(info.peer).decode()
             handler = self._handlers.get(info.proto)
-            if handler is None or self.denied(peer_id) or not self._has_place(peer_id):
+            now = asyncio.get_running_loop().time()
+            if handler is None or self.denied(peer_id):
                 return
-            stream.peer_id, reader.asked = peer_id, False
+            if not places.has_place(self._streams, peer_id, info.proto, now, self.known):
+                return
+            stream.peer_id, stream.protocol, stream.since, reader.asked = peer_id, info.proto, now, False
             async with asyncio.timeout(STREAM_SECONDS):
                 await handler(peer_id, reader, writer)
             ended_well = True
@@ -418,20 +401,6 @@ class Network:
                 writer.close()  # sends what is still buffered
             else:
                 writer.transport.abort()
-
-    def _has_place(self, peer_id: str) -> bool:
-        """Whether a new stream of this peer may be served; ends another's that has not sent its request if need be."""
-        named = [(task, stream) for task, stream in self._streams.items() if stream.peer_id]
-        if sum(stream.peer_id == peer_id for _, stream in named) >= MAX_STREAMS_PER_PEER:
-            return False
-        if len(named) < MAX_STREAMS:
-            return True
-        for task, stream in named:
-            if not stream.reader.asked:
-                del self._streams[task]
-                stream.writer.transport.abort()  # its handler meets the end of the stream
-                return True
-        return False
 
     # Gossip
 

@@ -358,6 +358,11 @@ class PeerBook:
             del self._peers[record.peer_id]
         self._counted_at = -math.inf
 
+    def gave(self, peer_id: str) -> bool:
+        """Whether groups of this peer were accepted here since it was last shunned; an identity alone is free."""
+        record = self._peers.get(peer_id)
+        return record is not None and record.first_accepted > 0.0
+
 
 def decayed(points: float, since: float, now: float) -> float:
     """What is left of `points` that were counted at `since`. A clock that was set back must not make them grow."""

@@ -27,6 +27,9 @@ MAX_RECORDS_OF_SIGNER: Final = 2 * (protocol.MAX_EXPIRY_EPOCHS + protocol.MAX_EP
 """What a holder keeps; 8192 records have at most 8 MiB. An honest node writes one record an epoch, two when its shard
 changes; without a limit of its own one key could fill all."""
 
+PROBE_EPOCHS: Final = 10
+"""Epochs between two looks at every k. Each costs some five searches; a node that was misled is alone until then."""
+
 _MEMO_ENTRIES: Final = 4096
 _SWEEP_SECONDS: Final = 5.0
 
@@ -241,9 +244,12 @@ class RecordStore:
 class ShardSchedule:
     """Which k this node announces under. A state machine: somebody else reads shards and tells it how full they were.
 
-    A newcomer looks at shards of k = 0, 1, 2, ... (`next_probe`, `probed`) and takes the first k whose shard is not
-    empty. From then on `k` follows the swarm's size, by at most one bit an epoch (`end_of_epoch`). With `forced_k` it
-    never moves.
+    A newcomer looks at a shard of every k (`probed`) and takes the largest k whose shard is as full as one of its size
+    should be; in a swarm too small for that, the fullest. From then on `k` follows the swarm's size, by at most one bit
+    an epoch (`end_of_epoch`). With `forced_k` it never moves.
+
+    Records cost nothing, so a few may lie at any k. They must not lead a node away from the others for good: it looks
+    at every k again each PROBE_EPOCHS, goes up to where more are, and reads wherever anything lies.
     """
 
     def __init__(self, forced_k: int | None = None) -> None:
@@ -251,30 +257,39 @@ class ShardSchedule:
             raise ValueError(f"k is between 0 and {protocol.MAX_SHARD_BITS}, not {forced_k}")
         self.k = forced_k or 0
         self._forced = forced_k is not None
-        self._probe: int | None = None if self._forced else 0
+        self._occupied: set[int] = set()  # values of k at which the last probe found anything
+        self._epochs = 0  # since the last probe
+        self.new = not self._forced  # no probe has found anything yet
 
     def readable(self) -> list[int]:
-        """Values of k under which other nodes may be announcing, given that theirs differ from ours by at most one."""
-        return [k for k in (self.k - 1, self.k, self.k + 1) if 0 <= k <= protocol.MAX_SHARD_BITS]
+        """Values of k under which other nodes may be announcing: those that differ from ours by one, and those at
+        which there was something lately."""
+        near = {self.k - 1, self.k, self.k + 1}
+        return sorted(k for k in near | self._occupied if 0 <= k <= protocol.MAX_SHARD_BITS)
 
-    def next_probe(self) -> int | None:
-        """The k whose shard a newcomer should read next; None once `k` is settled."""
-        return self._probe
+    def due(self) -> bool:
+        """Whether it is time to look at every k again."""
+        return not self._forced and self._epochs >= PROBE_EPOCHS
 
-    def probed(self, records: int) -> None:
-        """Tell how many records the shard of `next_probe` held. If all were empty, this node is the first: k = 0."""
-        if self._probe is None:
+    def probed(self, sizes: Sequence[int]) -> None:
+        """Tell how many records of others a shard of each k held, from k = 0 on. If all were empty, this node is the
+        first, or still alone."""
+        if self._forced:
             return
-        if records > 0:
-            self.k, self._probe = self._probe, None
-        else:
-            self._probe = self._probe + 1 if self._probe < protocol.MAX_SHARD_BITS else None
+        self._epochs = 0
+        self._occupied = {k for k, records in enumerate(sizes) if records}
+        full = max((k for k, records in enumerate(sizes) if records >= protocol.SHARD_MERGE_BELOW), default=0)
+        if self.new and self._occupied:
+            self.k, self.new = full or max(range(len(sizes)), key=sizes.__getitem__), False
+        elif full > self.k + 1:  # one bit is what `end_of_epoch` sees better, and so is the way down
+            self.k = full
 
     def end_of_epoch(self, shards: Sequence[int]) -> int:
         """Adapt k to the numbers of records that shards of this k held in the epoch that ended; return the new k.
 
         No shard read, no evidence: k stays.
         """
+        self._epochs += 1
         if shards and not self._forced:
             median = statistics.median(shards)
             if median > protocol.SHARD_SPLIT_ABOVE:

@@ -110,6 +110,20 @@ def test_hints_of_a_thousand_free_identities_are_limited_in_total(
     assert opened.count <= 512
 
 
+def test_hints_of_many_identities_keep_no_known_peer_from_being_heard(
+    exchange: Exchange, sender: Identity, tmp_path: Path
+) -> None:
+    """Hope: two hundred identities use up the hints that a node takes, and batches of others are found late."""
+    exchange.book.accepted(sender.peer_id, 4, 4, time.time())
+    for n in range(2000):
+        exchange._take_hint(f"peer {n % 200}", bytes(200))
+    exchange._take_hint("newcomer", bytes(200))
+    dropped = exchange.stats.hints_dropped
+    exchange._take_hint(sender.peer_id, codec.encode_announcement(announcement(sender, 1, time.time()), sender))
+    assert exchange.stats.hints_dropped == dropped
+    assert exchange.peers_known() == [sender.peer_id]
+
+
 def test_hints_to_nowhere_cause_few_dials_however_many_they_are(sender: Identity, tmp_path: Path) -> None:
     """Hope: amplification. Each hint names new batches at a victim's address, and all who hear it dial the victim."""
     me = Identity.create(tmp_path / "me.key")

@@ -81,7 +81,7 @@ def test_a_failed_peer_rests_longer_each_time_and_the_batch_is_given_up() -> Non
         assert wanted is not None
         c.failed(wanted, now)
         start = now
-        while c.available(now) == 0 and now < start + 100.0:
+        while not c._free("a", c._offers["a"], now) and now < start + 100.0:
             now += 0.1
         pauses.append(now - start)
     assert 0.4 < pauses[0] < 1.7
@@ -139,8 +139,22 @@ def test_everything_is_bounded() -> None:
     c = make()
     for i in range(catalogue.MAX_OFFERING + 10):
         add(c, f"peer{i}", listing(i))
-    assert len(c.peers(NOW)) == catalogue.MAX_OFFERING
+        assert len(c.peers(NOW)) <= catalogue.MAX_OFFERING
+    assert len(c.peers(NOW)) > catalogue.MAX_OFFERING * 0.9
     assert "peer0" not in c.peers(NOW)
+
+
+def test_a_busy_peer_is_asked_again_and_its_batch_is_not_given_up() -> None:
+    c, now = make(), NOW
+    add(c, "a", listing(1, NOW))
+    for _ in range(3 * catalogue.MAX_ATTEMPTS):
+        wanted = c.take(now)
+        assert wanted is not None
+        assert wanted.reliable
+        c.failed(wanted, now, busy=True)
+        assert c.take(now) is None, "it rests as after any failure"
+        now += 1.0
+        c._offers["a"].rest = 0.0
 
 
 def test_available_counts_groups() -> None:

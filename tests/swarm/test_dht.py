@@ -298,21 +298,39 @@ def test_expired_records_make_room_also_after_the_clock_was_set_back() -> None:
 # Which shard
 
 
-def test_newcomer_takes_the_first_k_whose_shard_is_not_empty() -> None:
+def sizes(**records: int) -> list[int]:
+    """Records in a shard of each k, by `k3=40`."""
+    return [records.get(f"k{k}", 0) for k in range(protocol.MAX_SHARD_BITS + 1)]
+
+
+def test_newcomer_takes_the_k_of_the_swarm() -> None:
     schedule = ShardSchedule()
-    sizes = {0: 0, 1: 0, 2: 0, 3: 40}
-    while (k := schedule.next_probe()) is not None:
-        schedule.probed(sizes[k])
+    schedule.probed(sizes(k3=40))
     assert (schedule.k, schedule.readable()) == (3, [2, 3, 4])
 
 
-def test_first_node_of_a_swarm_settles_at_0() -> None:
+def test_newcomer_of_a_small_swarm_takes_the_fullest_shard() -> None:
     schedule = ShardSchedule()
-    probes = 0
-    while schedule.next_probe() is not None:
-        schedule.probed(0)
-        probes += 1
-    assert (schedule.k, probes, schedule.readable()) == (0, protocol.MAX_SHARD_BITS + 1, [0, 1])
+    schedule.probed(sizes(k0=5, k9=1))
+    assert schedule.k == 0
+    assert not schedule.new
+
+
+def test_first_node_of_a_swarm_settles_at_0_and_is_no_newcomer_when_it_meets_others() -> None:
+    schedule = ShardSchedule()
+    schedule.probed(sizes())
+    assert (schedule.k, schedule.readable(), schedule.new) == (0, [0, 1], True)
+    schedule.probed(sizes(k4=30))
+    assert (schedule.k, schedule.new) == (4, False)
+
+
+def test_every_k_is_looked_at_again_after_some_epochs() -> None:
+    schedule = ShardSchedule()
+    for epochs in range(1, 3 * records.PROBE_EPOCHS + 1):
+        schedule.end_of_epoch([20])
+        assert schedule.due() == (epochs % records.PROBE_EPOCHS == 0)
+        if schedule.due():
+            schedule.probed(sizes(k0=20))
 
 
 def test_k_follows_the_median_by_one_bit_an_epoch() -> None:
@@ -327,8 +345,10 @@ def test_halves_of_a_split_shard_do_not_merge_again() -> None:
 
 def test_forced_k_never_moves() -> None:
     schedule = ShardSchedule(2)
-    schedule.probed(5)
-    assert (schedule.next_probe(), schedule.end_of_epoch([1000]), schedule.end_of_epoch([0])) == (None, 2, 2)
+    schedule.probed(sizes(k9=500))
+    assert (schedule.new, schedule.end_of_epoch([1000]), schedule.end_of_epoch([0])) == (False, 2, 2)
+    assert not schedule.due()
+    assert schedule.readable() == [1, 2, 3]
     with pytest.raises(ValueError, match="between 0 and 16"):
         ShardSchedule(17)
 
@@ -432,26 +452,21 @@ def test_forced_k_spreads_the_nodes_over_shards(on_loopback: Any) -> None:
     on_loopback(body)
 
 
+def hold(node: Node, identity: Identity, epoch: int, k: int) -> None:
+    """Let a node hold a valid announcement of another."""
+    key = key_id(SWARM, epoch, k, shard_prefix(identity.public_key, epoch, k))
+    held, data = node.dht._protocol, envelope(identity, epoch, k)
+    assert held.records.store(key, held.validator.validate(key, identity.public_key, data, (epoch + 4) * 30.0))
+
+
 @pytest.mark.slow
 def test_newcomer_finds_the_swarms_k(on_loopback: Any) -> None:
     async def body(loopback: Any) -> None:
         first = await start_dht(loopback, "a", None, forced_k=2)
         epoch = epoch_now()
-        # The newcomer looks into its own shard: put someone there.
-        newcomer = loopback.identity("b").public_key
-        number = 0
-        while True:
-            neighbour = loopback.identity(f"n{number}")
-            if all(
-                shard_prefix(neighbour.public_key, e, 2) == shard_prefix(newcomer, e, 2) for e in (epoch, epoch + 1)
-            ):
-                break
-            number += 1
-        for e in (epoch, epoch + 1):
-            data = envelope(neighbour, e, 2)
-            key = key_id(SWARM, e, 2, shard_prefix(neighbour.public_key, e, 2))
-            held = first.dht._protocol
-            assert held.records.store(key, held.validator.validate(key, neighbour.public_key, data, time.time() + 90))
+        for number in range(40):  # the newcomer looks into a random shard: hardly one of the four is empty
+            for e in (epoch, epoch + 1):
+                hold(first, loopback.identity(f"n{number}"), e, 2)
         second = await start_dht(loopback, "b", first)
         assert second.dht.schedule.k == 2
 

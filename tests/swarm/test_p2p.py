@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from sapo_node.swarm import dnsaddr, p2p, p2pd
+from sapo_node.swarm import dnsaddr, p2p, p2pd, places
 from sapo_node.swarm.p2p import LeadsInside, Network, NetworkError, PortInUse
 from tests.swarm.conftest import Loopback
 
@@ -181,21 +181,21 @@ def test_streams_of_a_peer_are_bounded_and_others_still_served(on_loopback: Any)
             await echo(peer, reader, writer)
 
         await a.serve_stream(PROTOCOL, slow)
-        held = [await b.open_stream(a.peer_id, PROTOCOL) for _ in range(p2p.MAX_STREAMS_PER_PEER)]
-        await soon(lambda: open_now == p2p.MAX_STREAMS_PER_PEER)
+        held = [await b.open_stream(a.peer_id, PROTOCOL) for _ in range(places.MAX_STREAMS_PER_PEER)]
+        await soon(lambda: open_now == places.MAX_STREAMS_PER_PEER)
         assert await echoed(await b.open_stream(a.peer_id, PROTOCOL), b"one too many") == b""
         other = asyncio.create_task(echoed(await c.open_stream(a.peer_id, PROTOCOL), b"me"))
-        await soon(lambda: open_now == p2p.MAX_STREAMS_PER_PEER + 1)
+        await soon(lambda: open_now == places.MAX_STREAMS_PER_PEER + 1)
         release.set()
         assert await other == b"me"
-        assert [await echoed(stream, b"x") for stream in held] == [b"x"] * p2p.MAX_STREAMS_PER_PEER
+        assert [await echoed(stream, b"x") for stream in held] == [b"x"] * places.MAX_STREAMS_PER_PEER
         assert await echoed(await b.open_stream(a.peer_id, PROTOCOL), b"again") == b"again"
 
     on_loopback(body)
 
 
 def test_idle_streams_lock_nobody_out(on_loopback: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p, "MAX_STREAMS", 2)
+    monkeypatch.setattr(places, "MAX_STREAMS", 2)
 
     async def body(loopback: Any) -> None:
         a, b, c, d = await loopback.swarm("abcd")

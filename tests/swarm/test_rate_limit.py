@@ -2,6 +2,7 @@
 
 from sapo_node.swarm.rate_limit import (
     BURST,
+    KEPT_FOR_KNOWN,
     MAX_BUCKETS,
     REFILL_PER_SECOND,
     TOTAL_BURST,
@@ -22,12 +23,12 @@ def test_the_rate_refills_and_is_kept_apart_for_each_peer() -> None:
 def test_the_rate_table_is_bounded() -> None:
     rate = RateLimit()
     for i in range(2 * MAX_BUCKETS):
-        rate.take(f"peer{i}", 0.0)
+        rate.take_own(f"peer{i}", 0.0)
     assert len(rate._buckets) == MAX_BUCKETS
 
 
 def test_all_peers_together_have_a_limit_that_refills() -> None:
-    rate = RateLimit()
+    rate = RateLimit(lambda peer_id: True)
     assert sum(rate.take(f"peer {n}", 0.0) for n in range(2 * TOTAL_BURST)) == TOTAL_BURST
     assert sum(rate.take(f"late {n}", 1.0) for n in range(2 * TOTAL_BURST)) == TOTAL_REFILL_PER_SECOND
 
@@ -35,4 +36,30 @@ def test_all_peers_together_have_a_limit_that_refills() -> None:
 def test_what_a_greedy_peer_is_refused_takes_nothing_from_the_others() -> None:
     rate = RateLimit()
     assert sum(rate.take("greedy", 0.0) for _ in range(10 * TOTAL_BURST)) == BURST
-    assert sum(rate.take(f"peer {n}", 0.0) for n in range(TOTAL_BURST)) == TOTAL_BURST - BURST
+    for_strangers = TOTAL_BURST * (1 - KEPT_FOR_KNOWN)
+    assert sum(rate.take(f"peer {n}", 0.0) for n in range(TOTAL_BURST)) == for_strangers - BURST
+
+
+def test_a_flood_of_strangers_leaves_a_part_to_known_peers() -> None:
+    rate = RateLimit(lambda peer_id: peer_id == "known")
+    heard = 0
+    for tick in range(600):  # a minute
+        for n in range(400):
+            rate.take(f"stranger {tick} {n}", tick * 0.1)
+        heard += tick % 5 == 0 and rate.take("known", tick * 0.1)
+    assert heard == 120
+
+
+def test_what_costs_nothing_takes_nothing_from_the_others() -> None:
+    rate = RateLimit()
+    assert all(rate.take_own(f"curious {n}", 0.0) for n in range(10 * TOTAL_BURST))
+    assert rate.take("peer", 0.0)
+    assert sum(rate.take_own("greedy", 0.0) for _ in range(100)) == BURST
+
+
+def test_what_cost_more_than_a_request_is_paid_by_waiting() -> None:
+    rate = RateLimit()
+    assert rate.take("a", 0.0)
+    rate.owe("a", 2.0 * BURST, 0.0)
+    assert not rate.take("a", 1.0)
+    assert rate.take("a", 1.0 + 2.0 * BURST / REFILL_PER_SECOND)
