@@ -144,11 +144,11 @@ class Verifier:
         quarantine: Quarantine | None = None,
         batch_seconds: float = BATCH_SECONDS,
         max_completions: int = MAX_COMPLETIONS,
-        barred: Callable[[str], bool] = lambda task: False,
+        barred: Callable[[str, bytes, str], bool] = lambda task, settings, producer: False,
     ) -> None:
         """`max_completions` of a group are judged and kept, the first ones: a larger group than this node's own costs
         more and would weigh more. Without a `quarantine` no task is ever switched off by what peers say; groups of
-        tasks that are `barred` are ignored."""
+        tasks that are `barred`, by name, hash of settings and producer, are ignored."""
         self._swarm, self._public_key = swarm, public_key
         self._max_age = max_age_seconds
         self._judge, self._known, self._quarantine = judge, known, quarantine
@@ -228,7 +228,7 @@ class Verifier:
             return Reason.STALE
         if is_eval_question(group.question_sha256):  # the claim is enough: a false one fails against ours later
             return Reason.EVALUATION
-        if self._barred(task.name):
+        if self._barred(task.name, task.config_hash, opened.batch.peer_id):
             return Reason.ALARM
         if self._quarantine and self._quarantine.bars(task.name, opened.batch.peer_id, now):
             return Reason.QUARANTINE

@@ -181,7 +181,7 @@ def _generate(wanted: Draw, seconds: float) -> tuple[Callable[[str], float] | No
         return None, Drawn(refused=str(error)), None
     except TooMuch as error:
         return None, Drawn(refused=error.fault.text), error.fault
-    drawn = Drawn(text=made["question"], truth=answer_digest(made["answer"]))
+    drawn = Drawn(text=made["question"], truth=answer_digest(gym.plain_truth(spec.name, made)))
     return (lambda text: gym.reward(dataset, spec.name, made, text)), drawn, None
 
 
