@@ -194,9 +194,9 @@ class RewardHack:
     def _begin(self, about: _About, suspect: _Suspect, now: float) -> Alarm:
         self._hacked[about] = _Hacked(suspect, now)
         text = (
-            f"reward hack in {_subject(about)}: {suspect.share:.0%} of the rewards, over {suspect.questions} "
-            f'questions went to the one answer "{suspect.shown}", which is not their true answer. Others\' groups like '
-            f"these are left aside for a while; take {about.task} out of tasks.mixture if its scorer pays for that answer"
+            f"reward hack in {_subject(about)}: {suspect.share:.0%} of rewards, over {suspect.questions} questions, "
+            f'went to the one answer "{suspect.shown}", which is not theirs. Others\' groups like these are left aside '
+            f"for a while; take {about.task} out of tasks.mixture if its scorer pays for that answer"
         )
         return Alarm(kind="reward hack", subject=_subject(about), begins=True, text=text)
 

@@ -9,7 +9,8 @@ Three outcomes. *accept*: into the pool. *ignore*: of no use here, and no fault 
 
 Work is bounded. First come the checks that cost nothing, for the whole batch; one reject there and nothing of the batch
 is judged. What is left goes to the scorers one group after another, within one deadline, and the first group that costs
-a scorer is the last one of its batch. Otherwise a few kilobytes of answers that are slow to judge would stop a node.
+a scorer is the last one of its batch. Otherwise a few kilobytes of answers that are slow to judge would stop a node. A
+batch has a budget of computing as well, and a smaller one for questions that come to nothing.
 """
 
 import asyncio
@@ -40,6 +41,17 @@ hang two scorers that no timer can end (5 s each, and a restart), so that its se
 MAX_QUESTION_BYTES: Final = 32 * 1024
 """Longer questions are ignored whatever the scorers allow: no prompt holds them."""
 
+BATCH_CPU_SECONDS: Final = 6.0
+"""Of a scorer's computing, after which what is left of a batch is out of time: other peers wait behind it. The slowest
+task that is usual (countdown) takes a second for a batch of 32 groups here, four on a slow machine."""
+
+VAIN_CPU_SECONDS: Final = 3.0
+"""Of these, on questions that came to nothing, after which the batch is too costly and its sender to blame. Honest
+senders waste none unless their library differs, and then milliseconds a group."""
+
+MAX_NOT_GENERATED: Final = 3
+"""So many questions of a batch that cannot be generated are too costly as well: their sender cannot have asked them."""
+
 Outcome = Literal["accept", "ignore", "reject"]
 
 
@@ -67,7 +79,7 @@ class Reason(StrEnum):
 
     WRONG_HASH = "configuration differs from its hash"
     OUT_OF_BOUNDS = "configuration out of bounds"
-    COSTLY = "too costly to judge"  # an answer, or the question, took a scorer's whole time or memory
+    COSTLY = "too costly to judge"  # an answer, or the question, took a scorer's whole time or memory, or `_Spent`
 
     @property
     def outcome(self) -> Outcome:
@@ -128,6 +140,24 @@ class Verified(Struct, frozen=True, kw_only=True):
         return sum(informative(group.rewards) for group in self.groups)
 
 
+class _Spent(Struct):
+    """What a batch has cost so far, in seconds of a scorer's computing."""
+
+    cpu: float = 0.0
+    vain: float = 0.0  # of these, on questions that came to nothing
+    not_generated: int = 0
+
+    def add(self, cpu: float, reason: Reason | None = None) -> None:
+        """One more group was judged, or came to nothing for this reason."""
+        self.cpu += cpu
+        self.vain += cpu if reason else 0.0
+        self.not_generated += reason is Reason.NOT_GENERATED
+
+    @property
+    def too_much(self) -> bool:
+        return self.vain > VAIN_CPU_SECONDS or self.not_generated >= MAX_NOT_GENERATED
+
+
 class Verifier:
     """Checks batches against one node's settings and data sets."""
 
@@ -175,11 +205,13 @@ class Verifier:
             ]
 
         accepted: list[NewGroup] = []
+        spent = _Spent()
         try:
             async with asyncio.timeout(self._batch_seconds):
                 for i, group in enumerate(batch.groups):
-                    if reasons[i] is None:
-                        judged = await self._judged(opened, group)
+                    if reasons[i] is None and spent.cpu <= BATCH_CPU_SECONDS:
+                        judged = await self._judged(opened, group, spent)
+                        judged = Reason.COSTLY if spent.too_much else judged
                         reasons[i] = judged if isinstance(judged, Reason) else Reason.ACCEPTED
                         if isinstance(judged, NewGroup):
                             accepted.append(judged)
@@ -250,21 +282,24 @@ class Verifier:
             return Reason.OUT_OF_BOUNDS
         return None
 
-    async def _judged(self, opened: Opened, group: Group) -> NewGroup | Reason:
+    async def _judged(self, opened: Opened, group: Group, spent: _Spent) -> NewGroup | Reason:
         """Regenerate and score in one call; the group for the pool, or why not."""
         task = group.task
         completions = group.completions[: self._max_completions]
         seed = question_seed(self._swarm, opened.public_key, task.epoch, task.name, task.config_hash, task.index)
         try:
             judged = await self._score(task, seed, [completion.text for completion in completions])
-        except TaskRefused:
+        except TaskRefused as error:
+            spent.add(error.cpu, Reason.NOT_GENERATED)
             return Reason.NOT_GENERATED
         except CostlyGroup:
             return Reason.COSTLY
         except WorkerError:
             return Reason.UNSCORED
         if judged.question.sha256 != group.question_sha256:
+            spent.add(judged.cpu, Reason.OTHER_QUESTION)
             return Reason.OTHER_QUESTION
+        spent.add(judged.cpu)
         if len(judged.question.text.encode()) > MAX_QUESTION_BYTES:
             return Reason.LONG_QUESTION
         return NewGroup(
