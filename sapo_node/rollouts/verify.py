@@ -29,7 +29,7 @@ from sapo_node.swarm.protocol import MAX_COMPLETIONS, MAX_EPOCHS_AHEAD, epoch_of
 from sapo_node.tasks import catalog, verifiers
 from sapo_node.tasks.base import Judged, TaskRefused, TaskSpec, config_hash, is_eval_question
 from sapo_node.tasks.mixture import Mixture
-from sapo_node.tasks.scoring import CostlyGroup
+from sapo_node.tasks.scoring import CostlyGroup, EvalSeeds
 from sapo_node.training.base import TrainCompletion
 from sapo_node.training.sapo import informative
 from sapo_node.workers import WorkerError
@@ -187,6 +187,8 @@ class Verifier:
         self._barred = barred
         mixed = {entry.spec.name for entry in mixture.entries if entry.rows is None}
         self._generated = set(catalog.OFFERED) if accept == "offered" else mixed
+        self._mixed = [entry.spec for entry in mixture.entries if entry.rows is None]
+        self._eval_seeds: dict[str, EvalSeeds] = {}  # by task, made when the first group of it comes
         self._datasets = {(e.spec.name, e.spec.version): e for e in mixture.entries if e.rows is not None}
 
     async def verify(self, opened: Opened, now: float) -> Verified:
@@ -260,6 +262,8 @@ class Verifier:
             return Reason.STALE
         if is_eval_question(group.question_sha256):  # the claim is enough: a false one fails against ours later
             return Reason.EVALUATION
+        if self._has_eval_seed(opened.public_key, task):
+            return Reason.EVALUATION
         if self._barred(task.name, task.config_hash, opened.batch.peer_id):
             return Reason.ALARM
         if self._quarantine and self._quarantine.bars(task.name, opened.batch.peer_id, now):
@@ -282,11 +286,23 @@ class Verifier:
             return Reason.OUT_OF_BOUNDS
         return None
 
+    def _has_eval_seed(self, public_key: bytes, task: TaskRef) -> bool:
+        """Whether coordinates lead to a seed that evaluation may look at, with this node's settings of the task or with
+        none. Seeds are short enough to be searched for, and with settings that change how a question is written, such
+        a seed asks an evaluation question in other words."""
+        if task.source == "dataset":
+            return False  # rows to evaluate with have no seed
+        if task.name not in self._eval_seeds:
+            plain = TaskSpec(source=task.source, name=task.name, version=task.version, config={})
+            specs = {spec.config_hash: spec for spec in [plain, *self._mixed] if spec.name == task.name}
+            self._eval_seeds[task.name] = EvalSeeds(specs.values())
+        return _seed(self._swarm, public_key, task) in self._eval_seeds[task.name]
+
     async def _judged(self, opened: Opened, group: Group, spent: _Spent) -> NewGroup | Reason:
         """Regenerate and score in one call; the group for the pool, or why not."""
         task = group.task
         completions = group.completions[: self._max_completions]
-        seed = question_seed(self._swarm, opened.public_key, task.epoch, task.name, task.config_hash, task.index)
+        seed = _seed(self._swarm, opened.public_key, task)
         try:
             judged = await self._score(task, seed, [completion.text for completion in completions])
         except TaskRefused as error:
@@ -321,3 +337,7 @@ class Verifier:
             return await self._judge.judge_row(row.question, row.answer, entry.verifier, texts, strict=True)
         spec = TaskSpec(source=task.source, name=task.name, version=task.version, config=task.config)
         return await self._judge.judge(spec, seed, texts, strict=True)
+
+
+def _seed(swarm: str, public_key: bytes, task: TaskRef) -> int:
+    return question_seed(swarm, public_key, task.epoch, task.name, task.config_hash, task.index)

@@ -15,7 +15,9 @@ waits for no more than that one.
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 
@@ -25,6 +27,7 @@ from msgspec import Struct
 from sapo_node.swarm.protocol import digest
 from sapo_node.tasks.base import (
     DIGEST_BYTES,
+    MAX_EVAL_QUESTIONS,
     Judged,
     Question,
     TaskRefused,
@@ -318,8 +321,25 @@ class ScorerPool:
 
 def eval_seed(spec: TaskSpec, i: int) -> int:
     """The i-th seed (31 bits) looked at for evaluation questions of a task; the same on every node."""
-    parts = (spec.name.encode(), spec.config_hash, i.to_bytes(4, "big"))
+    return _eval_seed(spec.name.encode(), spec.config_hash, i)
+
+
+def _eval_seed(name: bytes, config_hash: bytes, i: int) -> int:
+    parts = (name, config_hash, i.to_bytes(4, "big"))
     return int.from_bytes(digest(b"sapo/1/eval", *parts)[:4], "big") & 0x7FFFFFFF
+
+
+class EvalSeeds:
+    """Every seed that evaluation may look at, of a task with some settings: 40 kB each."""
+
+    def __init__(self, specs: Iterable[TaskSpec]) -> None:
+        named = [(spec.name.encode(), spec.config_hash) for spec in specs]
+        seeds = (_eval_seed(*task, i) for task in named for i in range(EVAL_TRIES * MAX_EVAL_QUESTIONS))
+        self._sorted = array("I", sorted(seeds))
+
+    def __contains__(self, seed: int) -> bool:
+        at = bisect_left(self._sorted, seed)
+        return at < len(self._sorted) and self._sorted[at] == seed
 
 
 def _fits(reply: DrawReply | JudgeReply, asked: int) -> bool:

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 import zstandard
 
+from sapo_node.config import TaskEntry, TasksSection
 from sapo_node.rollouts import codec
 from sapo_node.rollouts.codec import Opened, Rejected
 from sapo_node.rollouts.schema import Completion, Group
@@ -14,6 +15,7 @@ from sapo_node.rollouts.verify import Reason
 from sapo_node.swarm import protocol
 from sapo_node.tasks.base import Judged, TaskRefused, TaskSpec, is_eval_question, question_sha256
 from sapo_node.tasks.catalog import OFFERED
+from sapo_node.tasks.scoring import eval_seed
 from tests.rollouts.test_verify import Node, envelope, group_of, junk, spec_of, task_ref
 
 replace = msgspec.structs.replace
@@ -285,3 +287,18 @@ def test_a_batch_takes_no_more_computing_than_its_budget(node: Node) -> None:
     burning = Burning(node, 4.0, generated=True)
     verified = node.verify(*(node.group(skip=i) for i in range(4)), judge=burning)
     assert verified.reasons == [Reason.ACCEPTED, Reason.ACCEPTED, Reason.LATE, Reason.LATE]
+
+
+@pytest.mark.parametrize("evaluated", [{}, {"max_terms": 3}])
+def test_an_evaluation_question_in_another_dress(
+    node: Node, monkeypatch: pytest.MonkeyPatch, evaluated: dict[str, Any]
+) -> None:
+    """Hope: keys, epochs and settings are free, so search until a seed is one of evaluation's (a minute of computing),
+    and ask that question without spaces: the text is another, the problem is the same."""
+    node.tasks = TasksSection(mixture=[TaskEntry(name="basic_arithmetic", config={"max_terms": 3})])
+    seed = eval_seed(spec_of(task_ref(config=evaluated)), 9_999)
+    dressed = junk(config={**evaluated, "whitespace": "no_space"})
+    monkeypatch.setattr("sapo_node.rollouts.verify.question_seed", lambda *_: seed)  # in place of the search
+    assert node.verify(dressed).reasons == [Reason.EVALUATION]
+    monkeypatch.setattr("sapo_node.rollouts.verify.question_seed", lambda *_: seed + 1)
+    assert node.verify(dressed).reasons == [Reason.OTHER_QUESTION]
