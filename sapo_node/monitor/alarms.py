@@ -38,7 +38,7 @@ HACK_SECONDS: Final = 1800.0  # after which it is looked at again with others' g
 HACK_WINDOWS: Final = 256  # 40 kB each; of the share of others with most of them the quietest is forgotten first
 HACK_VOICES: Final = 3  # shares of others (`PeerBook.share`) that must show it: fewer are one party too easily
 HACK_VOICE_QUESTIONS: Final = 6  # distinct ones on which each of them must: all together HACK_QUESTIONS
-HACK_SHARES: Final = 64  # alarms about single shares that last at a time; the oldest ends for a new one
+HACK_ALARMS: Final = 64  # about groups of others that last at a time; the oldest ends for a new one
 SHOWN: Final = 40  # characters of an answer that are shown
 
 # Collapse.
@@ -159,13 +159,15 @@ class RewardHack:
         voices = [voice for voice in voices if voice.questions >= HACK_VOICE_QUESTIONS]
         if len(voices) >= HACK_VOICES:
             mean, questions = fmean(voice.share for voice in voices), sum(voice.questions for voice in voices)
-            self._forget(about := _About(task, settings))
-            return [self._begin(about, _Suspect(said.digest, said.shown, mean, questions), now)]
-        if said.questions < HACK_QUESTIONS:
+            about, said = _About(task, settings), _Suspect(said.digest, said.shown, mean, questions)
+            self._forget(about)
+        elif said.questions >= HACK_QUESTIONS:
+            about = _About(task, share=share)
+        else:
             return []
-        single = [about for about in self._hacked if about.share]
-        ended = [self._end(single[0], "there are newer ones")] if len(single) >= HACK_SHARES else []
-        return [*ended, self._begin(_About(task, share=share), said, now)]
+        theirs = [one for one in self._hacked if one.settings or one.share]
+        ended = [self._end(theirs[0], "there are newer ones")] if len(theirs) >= HACK_ALARMS else []
+        return [*ended, self._begin(about, said, now)]
 
     def look_again(self, now: float) -> list[Alarm]:
         """End alarms that have lasted for HACK_SECONDS: with others' groups a hack that goes on is seen again."""

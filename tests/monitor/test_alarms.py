@@ -125,12 +125,14 @@ def test_what_three_shares_send_is_about_their_settings_alone() -> None:
     assert not hack.lasts(TASK)
 
 
-def test_alarms_about_single_shares_are_bounded() -> None:
+@pytest.mark.parametrize("shares", [1, 3])
+def test_alarms_about_others_are_bounded(shares: int) -> None:
     hack, lasting = RewardHack(), set[str]()
-    for n in range(3 * alarms.HACK_SHARES):
-        for alarm in send(hack, f"evil {n}", 20, n.to_bytes(4, "big")):
-            (lasting.add if alarm.begins else lasting.remove)(alarm.subject)
-    assert len(lasting) == len(hack._hacked) == alarms.HACK_SHARES
+    for n in range(3 * alarms.HACK_ALARMS):
+        for share in range(shares):
+            for alarm in send(hack, f"evil {n} {share}", 20 if shares == 1 else 6, n.to_bytes(4, "little")):
+                (lasting.add if alarm.begins else lasting.remove)(alarm.subject)
+    assert len(lasting) == len(hack._hacked) == alarms.HACK_ALARMS
 
 
 def test_what_own_groups_show_is_about_all_settings() -> None:
