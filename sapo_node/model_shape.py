@@ -21,6 +21,7 @@ EMBEDDED: Final = ("demo", "benchmark")
 MAX_JSON_BYTES: Final = 64 << 20  # an index of a very large model has a few MB
 MAX_SIZE: Final = 1 << 32  # of one dimension; the largest are vocabularies and positions of a few million
 MAX_NUMBERS: Final = 1 << 48  # in one tensor: 1 PB
+MAX_DIMENSIONS: Final = 16  # of a tensor; models have up to 5
 WEIGHTS: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 HEADS: Final = ("lm_head.weight", "embed_out.weight")  # output layers as architectures call them
@@ -253,7 +254,9 @@ def _parameters(folder: Path) -> dict[str, int]:
 
 def _numbers(shape: Any) -> int:
     """How many numbers a tensor of this shape has. Raises ValueError for what is no shape."""
-    if not isinstance(shape, list) or any(type(size) is not int or not 0 <= size <= MAX_NUMBERS for size in shape):
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS:  # their product would take longer than its square
+        raise ValueError("a tensor's shape is not made of sizes, or of too many")
+    if any(type(size) is not int or not 0 <= size <= MAX_NUMBERS for size in shape):
         raise ValueError("a tensor's shape is not made of sizes")
     count = math.prod(shape)
     if count > MAX_NUMBERS:

@@ -96,6 +96,7 @@ HOSTILE_HEADERS = {
     "huge": b'{"w": {"shape": [281474976710657]}}',
     "huge together": b'{"w": {"shape": [281474976710656, 281474976710656]}}',
     "deep": b'{"w":' + b"[" * 200_000,
+    "many dimensions": b'{"w": {"shape": [' + b"281474976710656," * 300_000 + b"1]}}",  # their product takes minutes
 }
 
 

@@ -6,7 +6,9 @@ that begin or end out; `watch.py` feeds them and does what follows from them. Th
 - `RewardHack`: of a task's recent rewards more than half go to one answer, on questions whose own true answer is
   another. Compared question by question, since a constant may be honest: "2" is a third of gcd's truths. Truths of
   these questions must differ among themselves too, or an answer that is only written otherwise ("yes", "Yes.") would
-  pass for a hack.
+  pass for a hack. Own groups show it for the task, whoever sends it. Groups of one share of others show it for that
+  share alone: a free key could make up whatever it wants an alarm about. Where HACK_VOICES shares show the same, each
+  by itself, it is so for the task with these settings.
 - `Collapse`: far fewer questions get any right answer than once did, or the policy has become sure of itself while it
   earns less than it did.
 - `Drift`: fixed texts that belong to no task have become much less likely than at the start.
@@ -19,7 +21,7 @@ import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
 from statistics import fmean
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from msgspec import Struct
 
@@ -33,7 +35,10 @@ HACK_QUESTIONS: Final = 16  # distinct ones that it must have earned on: fewer m
 HACK_OVER_SHARE: Final = 0.25  # below which it is over, seen over HACK_FRESH groups since it began
 HACK_FRESH: Final = 32
 HACK_SECONDS: Final = 1800.0  # after which it is looked at again with others' groups
-HACK_TASKS: Final = 256  # with a memory (40 kB each); the one that was quiet for longest is forgotten first
+HACK_WINDOWS: Final = 256  # 40 kB each; of the share of others with most of them the quietest is forgotten first
+HACK_VOICES: Final = 3  # shares of others (`PeerBook.share`) that must show it: fewer are one party too easily
+HACK_VOICE_QUESTIONS: Final = 6  # distinct ones on which each of them must: all together HACK_QUESTIONS
+HACK_ALARMS: Final = 64  # about groups of others that last at a time; the oldest ends for a new one
 SHOWN: Final = 40  # characters of an answer that are shown
 
 # Collapse.
@@ -57,7 +62,7 @@ class Alarm(Struct, frozen=True, kw_only=True):
     """An alarm that begins, or one that is over."""
 
     kind: Kind
-    subject: str  # the task of a reward hack, else empty
+    subject: str  # the task of a reward hack, and which settings or share of others it is about; else empty
     begins: bool
     text: str  # a sentence for people
 
@@ -93,74 +98,121 @@ class _Suspect(Struct, frozen=True):
     share: float  # of all rewards
     questions: int
 
-    @property
-    def alarming(self) -> bool:
-        return self.share > HACK_SHARE and self.questions >= HACK_QUESTIONS
-
 
 class _Hacked(Struct, frozen=True):
     suspect: _Suspect
     since: float
 
 
+class _Window(Struct):
+    """What one voice showed lately."""
+
+    groups: deque[Earned]
+    suspect: _Suspect | None = None
+
+
+class _About(NamedTuple):
+    """Of a window: whose groups it holds. Of an alarm: which groups it is about; empty for all."""
+
+    task: str
+    settings: bytes = b""  # hash
+    share: str = ""  # own groups have neither
+
+
 class RewardHack:
     """Looks for one answer that earns on questions of a task whatever their truth is."""
 
     def __init__(self) -> None:
-        self._windows: dict[str, deque[Earned]] = {}
-        self._hacked: dict[str, _Hacked] = {}
+        self._windows: dict[_About, _Window] = {}  # the newest is the last
+        self._hacked: dict[_About, _Hacked] = {}
 
-    @property
-    def tasks(self) -> list[str]:
-        """Tasks whose alarm lasts."""
-        return list(self._hacked)
+    def lasts(self, task: str, settings: bytes = b"", share: str = "") -> bool:
+        """Whether an alarm lasts about a task, about it with these settings (their hash), or as this share sends it."""
+        about = (_About(task), _About(task, settings), _About(task, share=share))
+        return any(one in self._hacked for one in about)
 
-    def lasts(self, task: str) -> bool:
-        """Whether the alarm of a task lasts."""
-        return task in self._hacked
-
-    def add(self, task: str, group: Earned, now: float) -> list[Alarm]:
-        """One more rewarded group of a task, own or of others. `now` in seconds, of any clock."""
-        window = self._windows.pop(task, None) or deque(maxlen=HACK_GROUPS)
-        self._windows[task] = window  # the newest is the last
-        if len(self._windows) > HACK_TASKS:
-            quiet = next(iter(self._windows))
-            del self._windows[quiet]
-            self._hacked.pop(quiet, None)
-        window.append(group)
-        hacked = self._hacked.get(task)
+    def own(self, task: str, group: Earned, now: float) -> list[Alarm]:
+        """One more rewarded group that this node sampled. `now` in seconds, of any clock."""
+        about = _About(task)
+        window = self._heard(about, group)
+        hacked = self._hacked.get(about)
         if hacked is None:
-            suspect = _suspect(window)
-            if suspect is None or not suspect.alarming:
+            if window.suspect is None or window.suspect.questions < HACK_QUESTIONS:
                 return []
-            self._hacked[task] = _Hacked(suspect, now)
-            window.clear()  # whether it is over is told by what comes from now on
-            return [self._told(task, suspect, begins=True)]
-        share = _share(window, hacked.suspect.digest)
-        if len(window) >= HACK_FRESH and share < HACK_OVER_SHARE:
-            return [self._end(task, f"its share of the rewards is now {share:.0%}")]
+            self._forget(about)  # whether it is over is told by what comes from now on
+            return [self._begin(about, window.suspect, now)]
+        share = _share(window.groups, hacked.suspect.digest)
+        if len(window.groups) >= HACK_FRESH and share < HACK_OVER_SHARE:
+            return [self._end(about, f"its share of the rewards is now {share:.0%}")]
         return []
+
+    def others(self, task: str, settings: bytes, share: str, group: Earned, now: float) -> list[Alarm]:
+        """One more rewarded group of others; `share` is what its producer counts for."""
+        said = self._heard(_About(task, settings, share), group).suspect
+        if said is None or self.lasts(task, settings, share):
+            return []
+        voices = [
+            window.suspect
+            for about, window in self._windows.items()
+            if about[:2] == (task, settings) and about.share and window.suspect and window.suspect.digest == said.digest
+        ]
+        voices = [voice for voice in voices if voice.questions >= HACK_VOICE_QUESTIONS]
+        if len(voices) >= HACK_VOICES:
+            mean, questions = fmean(voice.share for voice in voices), sum(voice.questions for voice in voices)
+            about, said = _About(task, settings), _Suspect(said.digest, said.shown, mean, questions)
+            self._forget(about)
+        elif said.questions >= HACK_QUESTIONS:
+            about = _About(task, share=share)
+        else:
+            return []
+        theirs = [one for one in self._hacked if one.settings or one.share]
+        ended = [self._end(theirs[0], "there are newer ones")] if len(theirs) >= HACK_ALARMS else []
+        return [*ended, self._begin(about, said, now)]
 
     def look_again(self, now: float) -> list[Alarm]:
         """End alarms that have lasted for HACK_SECONDS: with others' groups a hack that goes on is seen again."""
-        old = [task for task, hacked in self._hacked.items() if now - hacked.since >= HACK_SECONDS]
-        return [self._end(task, "others' groups of the task are looked at again") for task in old]
+        old = [about for about, hacked in self._hacked.items() if now - hacked.since >= HACK_SECONDS]
+        return [self._end(about, "others' groups are looked at again") for about in old]
 
-    def _end(self, task: str, why: str) -> Alarm:
-        suspect = self._hacked.pop(task).suspect
-        self._windows[task].clear()
-        return self._told(task, suspect, begins=False, why=why)
+    def _heard(self, about: _About, group: Earned) -> _Window:
+        """The window of these with one more group in it."""
+        window = self._windows.pop(about, None) or _Window(deque(maxlen=HACK_GROUPS))
+        self._windows[about] = window
+        window.groups.append(group)
+        window.suspect = _suspect(window.groups)
+        if len(self._windows) > HACK_WINDOWS:  # own ones stay: they are as many as the mixture has tasks
+            kept = Counter(one.share for one in self._windows if one.share)
+            for share, _ in kept.most_common(1):
+                del self._windows[next(one for one in self._windows if one.share == share)]
+        return window
 
-    def _told(self, task: str, suspect: _Suspect, *, begins: bool, why: str = "") -> Alarm:
-        if begins:
-            text = (
-                f"reward hack in {task}: {suspect.share:.0%} of its rewards, over {suspect.questions} questions, went "
-                f'to the one answer "{suspect.shown}", which is not their true answer. Others\' groups of the task are '
-                "left aside for a while; take it out of tasks.mixture if its scorer pays for that answer"
-            )
-        else:
-            text = f'the alarm about "{suspect.shown}" in {task} is over: {why}'
-        return Alarm(kind="reward hack", subject=task, begins=begins, text=text)
+    def _forget(self, about: _About) -> None:
+        """Forget the windows that an alarm is about."""
+        for one in list(self._windows):
+            same_settings = about.settings in (b"", one.settings)
+            if one.task == about.task and same_settings and about.share in ("", one.share):
+                del self._windows[one]
+
+    def _begin(self, about: _About, suspect: _Suspect, now: float) -> Alarm:
+        self._hacked[about] = _Hacked(suspect, now)
+        text = (
+            f"reward hack in {_subject(about)}: {suspect.share:.0%} of rewards, over {suspect.questions} questions, "
+            f'went to the one answer "{suspect.shown}", which is not theirs. Others\' groups like these are left aside '
+            f"for a while; take {about.task} out of tasks.mixture if its scorer pays for that answer"
+        )
+        return Alarm(kind="reward hack", subject=_subject(about), begins=True, text=text)
+
+    def _end(self, about: _About, why: str) -> Alarm:
+        suspect, subject = self._hacked.pop(about).suspect, _subject(about)
+        self._forget(about)
+        text = f'the alarm about "{suspect.shown}" in {subject} is over: {why}'
+        return Alarm(kind="reward hack", subject=subject, begins=False, text=text)
+
+
+def _subject(about: _About) -> str:
+    if about.share:
+        return f"{about.task} from {about.share}"
+    return f"{about.task} with settings {about.settings.hex()[:8]}" if about.settings else about.task
 
 
 def _share(window: Iterable[Earned], answer: bytes) -> float:
@@ -171,6 +223,8 @@ def _share(window: Iterable[Earned], answer: bytes) -> float:
 
 
 def _suspect(window: Iterable[Earned]) -> _Suspect | None:
+    """The answer that has more than HACK_SHARE of the rewards, on questions whose truths differ from it and among
+    themselves; None where there is none."""
     groups = list(window)
     won: defaultdict[bytes, float] = defaultdict(float)
     shown: dict[bytes, str] = {}
@@ -187,7 +241,8 @@ def _suspect(window: Iterable[Earned]) -> _Suspect | None:
     if not won:
         return None
     best = max(won, key=won.__getitem__)
-    return _Suspect(best, shown[best], won[best] / sum(group.total for group in groups), len(truths[best]))
+    share = won[best] / sum(group.total for group in groups)
+    return _Suspect(best, shown[best], share, len(truths[best])) if share > HACK_SHARE else None
 
 
 class Levels(Struct, frozen=True, kw_only=True):

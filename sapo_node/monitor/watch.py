@@ -17,7 +17,7 @@ import structlog
 from msgspec import Struct, structs
 
 from sapo_node.config import TrainingSection
-from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Fallen, Levels, RewardHack, Strayed, earned
+from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Earned, Fallen, Levels, RewardHack, Strayed, earned
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.rollouts.pool import NewGroup
 from sapo_node.tasks.base import answer_digest, extract_answer
@@ -69,6 +69,7 @@ class Watch:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`measure_every` counts rounds; 0: MEASURE_EVERY. `began` and `ended` are told the sentence of an alarm."""
+        self.share: Callable[[str], str] = lambda producer: producer  # who counts as one: `PeerBook.share`
         self._every = measure_every or MEASURE_EVERY
         self._began, self._ended, self._clock = began, ended, clock
         self._hack, self._collapse, self._drift = RewardHack(), Collapse(), Drift()
@@ -82,7 +83,8 @@ class Watch:
     def own(self, groups: Sequence[NewGroup]) -> None:
         """Groups that this node sampled and judged."""
         for group in groups:
-            self._answers(group)
+            if (found := _answers(group)) is not None:
+                self._tell(self._hack.own(group.task.name, found, self._clock()))
             sums, texts = self._sums, [hash(completion.text) for completion in group.completions]
             sums.groups += 1
             sums.any_right += any(reward > 0 for reward in group.rewards)
@@ -99,21 +101,12 @@ class Watch:
                     sums.tokens += len(completion.logprobs)
                     sums.surprise -= sum(completion.logprobs)
 
-    def external(self, groups: Sequence[NewGroup]) -> None:
-        """Groups of others that were verified and judged here."""
+    def external(self, groups: Sequence[NewGroup], producer: str) -> None:
+        """Groups of another that were verified and judged here."""
         for group in groups:
-            self._answers(group)
-
-    def _answers(self, group: NewGroup) -> None:
-        rewarded = [
-            (extract_answer(completion.text), reward)
-            for completion, reward in zip(group.completions, group.rewards, strict=True)
-            if reward > 0
-        ]
-        answers = [(answer_digest(text), text, reward) for text, reward in rewarded]
-        found = earned(group.question_sha256, group.truth, answers)
-        if found is not None:
-            self._tell(self._hack.add(group.task.name, found, self._clock()))
+            if (found := _answers(group)) is not None:
+                task, share = group.task, self.share(producer)
+                self._tell(self._hack.others(task.name, task.config_hash, share, found, self._clock()))
 
     async def close(self, record: RoundRecord, policy: Scorable) -> RoundRecord:
         """A round is over: its record with the numbers on the policy. Looks at the fixed texts every some rounds."""
@@ -163,9 +156,10 @@ class Watch:
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
-    def bars(self, task: str) -> bool:
-        """Whether others' groups of a task are left aside."""
-        return self._hack.lasts(task)
+    def bars(self, task: str, settings: bytes = b"", producer: str = "") -> bool:
+        """Whether others' groups of a task are left aside: all of them, those with these settings (their hash), or
+        those of what this producer counts for."""
+        return self._hack.lasts(task, settings, self.share(producer) if producer else "")
 
     def limit(self, training: TrainingSection) -> TrainingSection:
         """The settings of a round: as they are, or with half of J while the policy seems to collapse."""
@@ -181,7 +175,7 @@ class Watch:
 
     @property
     def lasting(self) -> list[tuple[str, str]]:
-        """Kind and subject (the task of a reward hack) of the alarms that last."""
+        """Kind and subject (`Alarm`) of the alarms that last."""
         return list(self._lasting)
 
     # -- what people and checkpoints are told -------------------------------------------------------------------------
@@ -207,11 +201,22 @@ class Watch:
                 self._lasting[kind, ""] = f"the alarm about {kind} goes on from before the restart"
 
 
+def _answers(group: NewGroup) -> Earned | None:
+    """What the answers of a group earned."""
+    rewarded = [
+        (extract_answer(completion.text), reward)
+        for completion, reward in zip(group.completions, group.rewards, strict=True)
+        if reward > 0
+    ]
+    answers = [(answer_digest(text), text, reward) for text, reward in rewarded]
+    return earned(group.question_sha256, group.truth, answers)
+
+
 class Unwatched(Watch):
     """No alarms: it looks at nothing, so nothing follows."""
 
     def own(self, groups: Sequence[NewGroup]) -> None:
         """Not looked at."""
 
-    def external(self, groups: Sequence[NewGroup]) -> None:
+    def external(self, groups: Sequence[NewGroup], producer: str) -> None:
         """Not looked at."""

@@ -51,6 +51,7 @@ class Arrivals:
     ) -> None:
         """`watch` sees what is accepted, and says of which tasks nothing is."""
         self._watch = watch or Unwatched()
+        self._watch.share = book.share
         self._target = STOCK_ROUNDS * config.training.external_groups
         self._missing = self._target
         self._licences = {licence.strip().lower() for licence in config.swarm.accept_licences}
@@ -96,7 +97,11 @@ class Arrivals:
         """Look at the pool; `want`, and from whom, follows from it."""
         now, book = self._clock(), self._book
         candidates = await self._pool.external_candidates(now)
-        usable = [c.producer for c in candidates if informative(c.rewards) and not self._watch.bars(c.task)]
+        usable = [
+            c.producer
+            for c in candidates
+            if informative(c.rewards) and not self._watch.bars(c.task, producer=c.producer)
+        ]
         if not (book.fair and book.aged_about(now)):
             book.enough_aged = book.enough_new = False
             self._missing = max(0, self._target - len(usable))
@@ -140,7 +145,7 @@ class Arrivals:
 
     async def _keep(self, verified: Verified, now: float) -> None:
         await self._pool.add_external(verified.producer, verified.content_id, verified.groups, now)
-        self._watch.external(verified.groups)
+        self._watch.external(verified.groups, verified.producer)
         self._judge_sender(verified, now)
         await self.count_stock()
 

@@ -9,7 +9,8 @@ Three outcomes. *accept*: into the pool. *ignore*: of no use here, and no fault 
 
 Work is bounded. First come the checks that cost nothing, for the whole batch; one reject there and nothing of the batch
 is judged. What is left goes to the scorers one group after another, within one deadline, and the first group that costs
-a scorer is the last one of its batch. Otherwise a few kilobytes of answers that are slow to judge would stop a node.
+a scorer is the last one of its batch. Otherwise a few kilobytes of answers that are slow to judge would stop a node. A
+batch has a budget of computing as well, and a smaller one for questions that come to nothing.
 """
 
 import asyncio
@@ -28,7 +29,7 @@ from sapo_node.swarm.protocol import MAX_COMPLETIONS, MAX_EPOCHS_AHEAD, epoch_of
 from sapo_node.tasks import catalog, verifiers
 from sapo_node.tasks.base import Judged, TaskRefused, TaskSpec, config_hash, is_eval_question
 from sapo_node.tasks.mixture import Mixture
-from sapo_node.tasks.scoring import CostlyGroup
+from sapo_node.tasks.scoring import CostlyGroup, EvalSeeds
 from sapo_node.training.base import TrainCompletion
 from sapo_node.training.sapo import informative
 from sapo_node.workers import WorkerError
@@ -39,6 +40,17 @@ hang two scorers that no timer can end (5 s each, and a restart), so that its se
 
 MAX_QUESTION_BYTES: Final = 32 * 1024
 """Longer questions are ignored whatever the scorers allow: no prompt holds them."""
+
+BATCH_CPU_SECONDS: Final = 6.0
+"""Of a scorer's computing, after which what is left of a batch is out of time: other peers wait behind it. The slowest
+task that is usual (countdown) takes a second for a batch of 32 groups here, four on a slow machine."""
+
+VAIN_CPU_SECONDS: Final = 3.0
+"""Of these, on questions that came to nothing, after which the batch is too costly and its sender to blame. Honest
+senders waste none unless their library differs, and then milliseconds a group."""
+
+MAX_NOT_GENERATED: Final = 3
+"""So many questions of a batch that cannot be generated are too costly as well: their sender cannot have asked them."""
 
 Outcome = Literal["accept", "ignore", "reject"]
 
@@ -67,7 +79,7 @@ class Reason(StrEnum):
 
     WRONG_HASH = "configuration differs from its hash"
     OUT_OF_BOUNDS = "configuration out of bounds"
-    COSTLY = "too costly to judge"  # an answer, or the question, took a scorer's whole time or memory
+    COSTLY = "too costly to judge"  # an answer, or the question, took a scorer's whole time or memory, or `_Spent`
 
     @property
     def outcome(self) -> Outcome:
@@ -128,6 +140,24 @@ class Verified(Struct, frozen=True, kw_only=True):
         return sum(informative(group.rewards) for group in self.groups)
 
 
+class _Spent(Struct):
+    """What a batch has cost so far, in seconds of a scorer's computing."""
+
+    cpu: float = 0.0
+    vain: float = 0.0  # of these, on questions that came to nothing
+    not_generated: int = 0
+
+    def add(self, cpu: float, reason: Reason | None = None) -> None:
+        """One more group was judged, or came to nothing for this reason."""
+        self.cpu += cpu
+        self.vain += cpu if reason else 0.0
+        self.not_generated += reason is Reason.NOT_GENERATED
+
+    @property
+    def too_much(self) -> bool:
+        return self.vain > VAIN_CPU_SECONDS or self.not_generated >= MAX_NOT_GENERATED
+
+
 class Verifier:
     """Checks batches against one node's settings and data sets."""
 
@@ -144,11 +174,11 @@ class Verifier:
         quarantine: Quarantine | None = None,
         batch_seconds: float = BATCH_SECONDS,
         max_completions: int = MAX_COMPLETIONS,
-        barred: Callable[[str], bool] = lambda task: False,
+        barred: Callable[[str, bytes, str], bool] = lambda task, settings, producer: False,
     ) -> None:
         """`max_completions` of a group are judged and kept, the first ones: a larger group than this node's own costs
         more and would weigh more. Without a `quarantine` no task is ever switched off by what peers say; groups of
-        tasks that are `barred` are ignored."""
+        tasks that are `barred`, by name, hash of settings and producer, are ignored."""
         self._swarm, self._public_key = swarm, public_key
         self._max_age = max_age_seconds
         self._judge, self._known, self._quarantine = judge, known, quarantine
@@ -157,6 +187,8 @@ class Verifier:
         self._barred = barred
         mixed = {entry.spec.name for entry in mixture.entries if entry.rows is None}
         self._generated = set(catalog.OFFERED) if accept == "offered" else mixed
+        self._mixed = [entry.spec for entry in mixture.entries if entry.rows is None]
+        self._eval_seeds: dict[str, EvalSeeds] = {}  # by task, made when the first group of it comes
         self._datasets = {(e.spec.name, e.spec.version): e for e in mixture.entries if e.rows is not None}
 
     async def verify(self, opened: Opened, now: float) -> Verified:
@@ -175,11 +207,13 @@ class Verifier:
             ]
 
         accepted: list[NewGroup] = []
+        spent = _Spent()
         try:
             async with asyncio.timeout(self._batch_seconds):
                 for i, group in enumerate(batch.groups):
-                    if reasons[i] is None:
-                        judged = await self._judged(opened, group)
+                    if reasons[i] is None and spent.cpu <= BATCH_CPU_SECONDS:
+                        judged = await self._judged(opened, group, spent)
+                        judged = Reason.COSTLY if spent.too_much else judged
                         reasons[i] = judged if isinstance(judged, Reason) else Reason.ACCEPTED
                         if isinstance(judged, NewGroup):
                             accepted.append(judged)
@@ -228,7 +262,9 @@ class Verifier:
             return Reason.STALE
         if is_eval_question(group.question_sha256):  # the claim is enough: a false one fails against ours later
             return Reason.EVALUATION
-        if self._barred(task.name):
+        if self._has_eval_seed(opened.public_key, task):
+            return Reason.EVALUATION
+        if self._barred(task.name, task.config_hash, opened.batch.peer_id):
             return Reason.ALARM
         if self._quarantine and self._quarantine.bars(task.name, opened.batch.peer_id, now):
             return Reason.QUARANTINE
@@ -250,21 +286,36 @@ class Verifier:
             return Reason.OUT_OF_BOUNDS
         return None
 
-    async def _judged(self, opened: Opened, group: Group) -> NewGroup | Reason:
+    def _has_eval_seed(self, public_key: bytes, task: TaskRef) -> bool:
+        """Whether coordinates lead to a seed that evaluation may look at, with this node's settings of the task or with
+        none. Seeds are short enough to be searched for, and with settings that change how a question is written, such
+        a seed asks an evaluation question in other words."""
+        if task.source == "dataset":
+            return False  # rows to evaluate with have no seed
+        if task.name not in self._eval_seeds:
+            plain = TaskSpec(source=task.source, name=task.name, version=task.version, config={})
+            specs = {spec.config_hash: spec for spec in [plain, *self._mixed] if spec.name == task.name}
+            self._eval_seeds[task.name] = EvalSeeds(specs.values())
+        return _seed(self._swarm, public_key, task) in self._eval_seeds[task.name]
+
+    async def _judged(self, opened: Opened, group: Group, spent: _Spent) -> NewGroup | Reason:
         """Regenerate and score in one call; the group for the pool, or why not."""
         task = group.task
         completions = group.completions[: self._max_completions]
-        seed = question_seed(self._swarm, opened.public_key, task.epoch, task.name, task.config_hash, task.index)
+        seed = _seed(self._swarm, opened.public_key, task)
         try:
             judged = await self._score(task, seed, [completion.text for completion in completions])
-        except TaskRefused:
+        except TaskRefused as error:
+            spent.add(error.cpu, Reason.NOT_GENERATED)
             return Reason.NOT_GENERATED
         except CostlyGroup:
             return Reason.COSTLY
         except WorkerError:
             return Reason.UNSCORED
         if judged.question.sha256 != group.question_sha256:
+            spent.add(judged.cpu, Reason.OTHER_QUESTION)
             return Reason.OTHER_QUESTION
+        spent.add(judged.cpu)
         if len(judged.question.text.encode()) > MAX_QUESTION_BYTES:
             return Reason.LONG_QUESTION
         return NewGroup(
@@ -286,3 +337,7 @@ class Verifier:
             return await self._judge.judge_row(row.question, row.answer, entry.verifier, texts, strict=True)
         spec = TaskSpec(source=task.source, name=task.name, version=task.version, config=task.config)
         return await self._judge.judge(spec, seed, texts, strict=True)
+
+
+def _seed(swarm: str, public_key: bytes, task: TaskRef) -> int:
+    return question_seed(swarm, public_key, task.epoch, task.name, task.config_hash, task.index)

@@ -39,6 +39,7 @@ from sapo_node.swarm.p2pd import NetworkError
 from sapo_node.swarm.peers import PeerBook
 from sapo_node.swarm.rate_limit import RateLimit
 from sapo_node.swarm.records import shard_prefix
+from sapo_node.swarm.waiting import Waiting
 
 log = logging.getLogger(__name__)
 
@@ -61,9 +62,6 @@ not. Those count that gave something or are connected: announcing alone is free,
 OPEN_SECONDS: Final = 15.0
 """For a stream to a publisher: names, a dial and the opening have deadlines of their own, together twice that."""
 
-MAX_WAITING: Final = 64
-"""Received batches that wait for the subscriber; beyond it the oldest is dropped."""
-
 MAX_HEARD: Final = 4096
 """Digests of announcements already taken note of, so that a copy costs no signature check."""
 
@@ -77,6 +75,11 @@ class Received:
     peer_id: str
     via: Via
     seconds: float  # from the first byte asked for to a decoded batch
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes while it waits."""
+        return self.opened.memory
 
 
 @dataclass(slots=True)
@@ -148,7 +151,7 @@ class Exchange:
         self._running: list[Wanted] = []
         self._announce_now = asyncio.Event()
         self._fetch_now = asyncio.Event()
-        self._received: asyncio.Queue[Received] = asyncio.Queue(MAX_WAITING)
+        self._received = Waiting[Received]()
 
     # The two ends
 
@@ -388,7 +391,7 @@ class Exchange:
         try:
             data = await self._transfer(wanted)
             self.stats.bytes_in += len(data)
-            opened = self._open(wanted, data)
+            opened = await asyncio.to_thread(self._open, wanted, data)
             received = Received(opened, len(data), wanted.peer_id, wanted.via, time.monotonic() - started)
             self._catalogue.fetched(wanted)
         except (FetchFailed, NetworkError) as error:
@@ -435,11 +438,9 @@ class Exchange:
     def _deliver(self, received: Received) -> None:
         self.stats.batches_in += 1
         self._here += len(received.opened.batch.groups)
-        if self._received.full():
-            oldest = self._received.get_nowait()
+        for dropped in self._received.put(received):
             self.stats.dropped += 1
-            self._settle(len(oldest.opened.batch.groups))
-        self._received.put_nowait(received)
+            self._settle(len(dropped.opened.batch.groups))
 
     def _settle(self, groups: int) -> None:
         self._here -= groups

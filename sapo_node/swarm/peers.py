@@ -359,9 +359,10 @@ class PeerBook:
         self._counted_at = -math.inf
 
     def gave(self, peer_id: str) -> bool:
-        """Whether groups of this peer were accepted here since it was last shunned; an identity alone is free."""
+        """Whether usable groups of this peer were accepted here since it was last shunned; an identity alone is free,
+        and so are groups that teach nothing."""
         record = self._peers.get(peer_id)
-        return record is not None and record.first_accepted > 0.0
+        return record is not None and record.hours > 0
 
 
 def decayed(points: float, since: float, now: float) -> float:

@@ -28,6 +28,8 @@ MIN_EVAL_QUESTIONS = 30  # a task with fewer distinct held-out questions is left
 class TaskRefused(Exception):
     """This task or configuration is not generated here; the message says why, for the owner of the node."""
 
+    cpu: float = 0.0  # seconds of a scorer's computing until that was known
+
 
 class TaskSpec(Struct, frozen=True, kw_only=True):
     """A task with its configuration, by value. `config` holds the explicit settings only (defaults stay out)."""
@@ -56,6 +58,7 @@ class Judged(Struct, frozen=True, kw_only=True):
     question: Question
     rewards: list[float]
     truth: bytes = b""  # `answer_digest` of the question's own true answer; empty: unknown
+    cpu: float = 0.0  # seconds of a scorer's computing
 
 
 def config_hash(config: Mapping[str, ConfigValue]) -> bytes:

@@ -171,7 +171,14 @@ def _targets_to_hit(values: Mapping[str, ConfigValue]) -> str | None:
     low, high = values["min_target"], values["max_target"]
     assert isinstance(low, int)
     assert isinstance(high, int)
-    # The generator throws whole expressions away until one hits; each costs milliseconds of computer algebra.
+    # The generator throws whole expressions away until one hits; each costs milliseconds of computer algebra, and after
+    # a hundred it gives up: with small numbers and larger targets always, after 0.4 s.
+    largest = values["max_value"]
+    assert isinstance(largest, int)
+    if largest < min(low, 25):
+        return (
+            f"max_value ({largest}) must be at least 25, or min_target ({low}) at most max_value: else few targets hit"
+        )
     if low <= 100 and high - low >= 500:
         return None
     return f"min_target ({low}) must be at most 100, and max_target ({high}) must exceed it by 500 or more"

@@ -5,6 +5,7 @@ question belongs to evaluation (base.is_eval_question) are withheld from trainin
 """
 
 import hashlib
+import io
 from pathlib import Path
 from typing import Final
 
@@ -75,10 +76,10 @@ def load(path: Path, verifier: Verifier = "exact") -> Dataset:
     rows: list[Row] = []
     eval_rows: list[Row] = []
     decoder = msgspec.json.Decoder(_Line)
-    for number, line in enumerate(data.split(b"\n"), start=1):
+    for number, line in enumerate(io.BytesIO(data), start=1):  # one at a time: empty ones would fill the memory
         if line.strip():
             try:
-                row = _row(line, decoder, verifier)
+                row = _row(line.rstrip(b"\n"), decoder, verifier)
             except ValueError as error:
                 raise DatasetError(f"{path}:{number}: {error}") from error
             (eval_rows if is_eval_question(question_sha256(row.question)) else rows).append(row)

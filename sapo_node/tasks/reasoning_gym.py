@@ -91,6 +91,13 @@ def reward(dataset: Any, name: str, made: Mapping[str, Any], text: str) -> float
         return 0.0
 
 
+def plain_truth(name: str, made: Mapping[str, Any]) -> str:
+    """The truth of an item, spelt in one way where the library spells it in several: truths are told apart by it."""
+    if name == "fraction_simplification":
+        return "/".join(re.findall("[0-9]+", made["answer"]))
+    return str(made["answer"])
+
+
 def _is_truth(answer: str, made: Mapping[str, Any]) -> bool:
     return bool(answer == made["answer"])
 

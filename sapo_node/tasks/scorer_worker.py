@@ -17,7 +17,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Final, TypeVar
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from sapo_node import workers
 from sapo_node.tasks.base import TaskRefused, TaskSpec, answer_digest, extract_answer
@@ -96,6 +96,7 @@ class JudgeReply(Struct, frozen=True, kw_only=True):
     drawn: Drawn
     rewards: list[float]
     fault: Fault | None = None
+    cpu: float = 0.0  # seconds of computing
 
 
 class AboutRequest(Struct, frozen=True):
@@ -153,10 +154,12 @@ def draw(request: DrawRequest) -> DrawReply:
 
 def judge(request: JudgeRequest) -> JudgeReply:
     """Generate the question and judge answers to it, strictly."""
+    began = time.process_time()
     grade, drawn, fault = _generate(request.draw, request.draw_seconds)
     if grade is None:
-        return JudgeReply(drawn=drawn, rewards=[], fault=fault)
-    return _judge(grade, drawn, request.texts, request.seconds)
+        return JudgeReply(drawn=drawn, rewards=[], fault=fault, cpu=time.process_time() - began)
+    reply = _judge(grade, drawn, request.texts, request.seconds)
+    return structs.replace(reply, cpu=time.process_time() - began)
 
 
 def judge_row(request: RowRequest) -> JudgeReply:
@@ -181,7 +184,7 @@ def _generate(wanted: Draw, seconds: float) -> tuple[Callable[[str], float] | No
         return None, Drawn(refused=str(error)), None
     except TooMuch as error:
         return None, Drawn(refused=error.fault.text), error.fault
-    drawn = Drawn(text=made["question"], truth=answer_digest(made["answer"]))
+    drawn = Drawn(text=made["question"], truth=answer_digest(gym.plain_truth(spec.name, made)))
     return (lambda text: gym.reward(dataset, spec.name, made, text)), drawn, None
 
 

@@ -15,7 +15,9 @@ waits for no more than that one.
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from typing import Final, Generic, TypeVar
 
@@ -25,6 +27,7 @@ from msgspec import Struct
 from sapo_node.swarm.protocol import digest
 from sapo_node.tasks.base import (
     DIGEST_BYTES,
+    MAX_EVAL_QUESTIONS,
     Judged,
     Question,
     TaskRefused,
@@ -68,6 +71,9 @@ START_BACKOFF_SECONDS: Final = 0.5
 
 GRACE_SECONDS: Final = 1.0
 """A call may take this much longer than its worker's own deadlines add up to, before the worker is killed."""
+
+MAX_CPU_SECONDS: Final = 3600.0
+"""No call takes as long; a worker that says so was taken over."""
 
 EVAL_TRIES: Final = 100
 """Seeds tried for each evaluation question wanted; about one question in ten belongs to evaluation."""
@@ -171,26 +177,28 @@ class ScorerPool:
         group's own, and another WorkerError at one that may be this machine's.
         """
         known: Question | None = None
-        truth = b""
+        truth, cpu = b"", 0.0
 
         async def ask(part: list[str]) -> _Part[float]:
-            nonlocal known, truth
+            nonlocal known, truth, cpu
             request = JudgeRequest(
                 draw=Draw(spec, seed), texts=part, seconds=self._answer_seconds(strict), draw_seconds=self._seconds
             )
             reply = await self._call("judge", request, JudgeReply, len(part), strict)
             found = _question(reply.drawn)
+            cpu += reply.cpu
             if isinstance(found, TaskRefused):
                 if reply.fault:
                     self._note_fault(reply.fault.text)
-                    if strict and reply.fault.costly:
-                        raise CostlyGroup(reply.fault.text)
+                    if strict:  # another machine may have had the time: nothing says that there is no question
+                        raise (CostlyGroup if reply.fault.costly else WorkerError)(reply.fault.text)
+                found.cpu = cpu
                 raise found
             known, truth = found, reply.drawn.truth
             return _Part(reply.rewards, reply.fault)
 
         rewards = await self._in_parts(texts, ask, lambda: 0.0, strict)
-        return Judged(question=known or await self.question(spec, seed), rewards=rewards, truth=truth)
+        return Judged(question=known or await self.question(spec, seed), rewards=rewards, truth=truth, cpu=cpu)
 
     async def judge_row(
         self, question: str, answer: str, verifier: Verifier, texts: list[str], *, strict: bool = False
@@ -313,8 +321,25 @@ class ScorerPool:
 
 def eval_seed(spec: TaskSpec, i: int) -> int:
     """The i-th seed (31 bits) looked at for evaluation questions of a task; the same on every node."""
-    parts = (spec.name.encode(), spec.config_hash, i.to_bytes(4, "big"))
+    return _eval_seed(spec.name.encode(), spec.config_hash, i)
+
+
+def _eval_seed(name: bytes, config_hash: bytes, i: int) -> int:
+    parts = (name, config_hash, i.to_bytes(4, "big"))
     return int.from_bytes(digest(b"sapo/1/eval", *parts)[:4], "big") & 0x7FFFFFFF
+
+
+class EvalSeeds:
+    """Every seed that evaluation may look at, of a task with some settings: 40 kB each."""
+
+    def __init__(self, specs: Iterable[TaskSpec]) -> None:
+        named = [(spec.name.encode(), spec.config_hash) for spec in specs]
+        seeds = (_eval_seed(*task, i) for task in named for i in range(EVAL_TRIES * MAX_EVAL_QUESTIONS))
+        self._sorted = array("I", sorted(seeds))
+
+    def __contains__(self, seed: int) -> bool:
+        at = bisect_left(self._sorted, seed)
+        return at < len(self._sorted) and self._sorted[at] == seed
 
 
 def _fits(reply: DrawReply | JudgeReply, asked: int) -> bool:
@@ -322,6 +347,8 @@ def _fits(reply: DrawReply | JudgeReply, asked: int) -> bool:
     if isinstance(reply, DrawReply):
         return 1 <= len(reply.drawn) <= asked
     if len(reply.drawn.truth) not in (0, DIGEST_BYTES):
+        return False
+    if not 0.0 <= reply.cpu <= MAX_CPU_SECONDS:  # NaN is not either
         return False
     least = 0 if reply.drawn.text is None and reply.drawn.refused else min(1, asked)
     return least <= len(reply.rewards) <= asked and set(reply.rewards) <= {0.0, 1.0}

@@ -4,7 +4,11 @@ A completion of another node arrives as text and becomes tokens here: chat templ
 then our end-of-sequence token if it ended. Text from a stranger never becomes a control token.
 """
 
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 from jinja2 import TemplateError
@@ -16,6 +20,10 @@ DEFAULT_TEMPLATE = "Question: {question}\nAnswer:"
 
 # Stands for the question while the template is rendered. No template and no system prompt contains it by chance.
 _MARK = "sapo-question-7c1f4e"
+
+
+TEMPLATE_SECONDS = 10.0
+"""For rendering a chat template, which takes milliseconds. The sandbox of transformers ends no loops."""
 
 
 class Untrainable(ValueError):
@@ -35,7 +43,8 @@ class Encoder:
         special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
         self._control_texts = sorted(special.values())
         self._control_ids = {*special, eos_token_id} - {tokenizer.unk_token_id}  # unknown text is still only text
-        self._parts = self._render().split(_MARK)
+        with _within(TEMPLATE_SECONDS):
+            self._parts = self._render().split(_MARK)
         if len(self._parts) < 2:
             raise ValueError("the tokenizer's chat template drops the user's message; correct chat_template.jinja")
 
@@ -104,3 +113,22 @@ class Encoder:
 
     def _apply(self, messages: list[dict[str, str]]) -> str:
         return str(self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """Raise ValueError in the middle of rendering after so long. Outside the main thread, where no signal arrives, a
+    template has the deadline of the call."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def ring(_signal: int, _frame: FrameType | None) -> None:
+        raise ValueError(f"it was not rendered after {seconds:g} s; correct chat_template.jinja")
+
+    handler, timer = signal.signal(signal.SIGALRM, ring), signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)

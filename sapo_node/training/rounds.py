@@ -246,7 +246,8 @@ class Rounds:
 
     async def _external(self, now: float) -> list[Candidate]:
         """Groups of others to choose from, with what is known of their producers."""
-        candidates = [c for c in await self._pool.external_candidates(now) if not self._watch.bars(c.task)]
+        stock = await self._pool.external_candidates(now)
+        candidates = [c for c in stock if not self._watch.bars(c.task, producer=c.producer)]
         if self._standing is None:
             return candidates
         standing = {producer: self._standing(producer, now) for producer in {c.producer for c in candidates}}

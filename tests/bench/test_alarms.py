@@ -17,7 +17,8 @@ def test_a_hack_that_is_sent_by_peers_is_noticed_by_every_node() -> None:
     found = asyncio.run(alarms.execute(alarms.Run("hack", 0, 15)))
     assert found.attack == "3-5"
     kinds, rounds = zip(*(event.split("@") for event in found.began.split("; ")), strict=True)
-    assert kinds == ("reward hack", "reward hack")  # one a node
+    assert set(kinds) == {"reward hack"}
+    assert len(kinds) >= 2  # one a node, or one for each attacker that it met
     assert all(int(number) in range(3, 6) for number in rounds)
 
 

@@ -15,6 +15,7 @@ class AnyReply(msgspec.Struct):
     drawn: Any
     rewards: Any = None
     fault: Any = None
+    cpu: Any = 0.0
 
 
 def judge(request: JudgeRequest) -> AnyReply:
@@ -29,8 +30,10 @@ def judge(request: JudgeRequest) -> AnyReply:
         "texts": ["1.0"] * count,
         "negative": [-1.0] * count,
         "digest": [1.0] * count,
+        "hours": [1.0] * count,
     }
-    return AnyReply(drawn=drawn, rewards=forged[request.texts[0]])
+    cpu = 1e9 if request.texts[0] == "hours" else 0.0
+    return AnyReply(drawn=drawn, rewards=forged[request.texts[0]], cpu=cpu)
 
 
 def draw(request: DrawRequest) -> DrawReply:

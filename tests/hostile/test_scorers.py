@@ -37,7 +37,7 @@ def endless(loop: asyncio.Runner) -> Iterator[ScorerPool]:
     loop.run(pool.close())
 
 
-@pytest.mark.parametrize("forged", ["none", "too many", "huge", "nan", "texts", "negative", "digest"])
+@pytest.mark.parametrize("forged", ["none", "too many", "huge", "nan", "texts", "negative", "digest", "hours"])
 def test_a_hijacked_scorer_cannot_forge_rewards_that_are_none(
     loop: asyncio.Runner, hijacked: ScorerPool, forged: str
 ) -> None:

@@ -7,14 +7,16 @@ import msgspec
 import pytest
 import zstandard
 
+from sapo_node.config import TaskEntry, TasksSection
 from sapo_node.rollouts import codec
 from sapo_node.rollouts.codec import Opened, Rejected
 from sapo_node.rollouts.schema import Completion, Group
 from sapo_node.rollouts.verify import Reason
 from sapo_node.swarm import protocol
-from sapo_node.tasks.base import is_eval_question, question_sha256
+from sapo_node.tasks.base import Judged, TaskRefused, TaskSpec, is_eval_question, question_sha256
 from sapo_node.tasks.catalog import OFFERED
-from tests.rollouts.test_verify import Node, envelope, group_of, spec_of, task_ref
+from sapo_node.tasks.scoring import eval_seed
+from tests.rollouts.test_verify import Node, envelope, group_of, junk, spec_of, task_ref
 
 replace = msgspec.structs.replace
 
@@ -242,3 +244,61 @@ def test_paths_in_names_open_nothing(node: Node, tmp_path: Path) -> None:
         for source in ("reasoning_gym", "dataset"):
             group = group_of(task_ref(name=name, source=source, config={}), b"\xff" * 32, "a", "b")
             assert node.verify(group).reasons == [Reason.UNKNOWN_TASK]
+
+
+class Burning:
+    """A judge whose every question takes that much computing, and is then asked, or is none."""
+
+    def __init__(self, node: Node, cpu: float, generated: bool) -> None:
+        self.node, self.cpu, self.generated = node, cpu, generated
+        self.calls = 0
+
+    async def judge(self, spec: TaskSpec, seed: int, texts: list[str], *, strict: bool) -> Judged:
+        self.calls += 1
+        if not self.generated:
+            refused = TaskRefused("there is none")
+            refused.cpu = self.cpu
+            raise refused
+        return replace(await self.node.scorers.judge(spec, seed, texts, strict=strict), cpu=self.cpu)
+
+    async def judge_row(self, *_: Any, **__: Any) -> Judged:
+        raise AssertionError
+
+
+def test_questions_that_cannot_be_generated_end_a_batch_and_cost_its_sender(node: Node) -> None:
+    """Hope: coordinates in bounds whose generator tries for long and finds nothing are nobody's fault, 32 a batch."""
+    burning = Burning(node, 0.3, generated=False)
+    verified = node.verify(*(junk(index=i) for i in range(32)), judge=burning)
+    assert (verified.outcome, burning.calls) == ("reject", 3)
+    assert node.verify(junk(), junk(index=1), judge=burning).outcome == "ignore", "one or two may be bad luck"
+
+
+def test_computing_in_vain_ends_a_batch_and_costs_its_sender(node: Node) -> None:
+    """Hope: slow questions under false hashes look like another library version, 32 a batch."""
+    burning = Burning(node, 0.7, generated=True)
+    verified = node.verify(*(junk(index=i) for i in range(32)), judge=burning)
+    assert (verified.outcome, burning.calls) == ("reject", 5)
+    burning = Burning(node, 0.05, generated=True)
+    assert node.verify(*(junk(index=i) for i in range(32)), judge=burning).outcome == "ignore", "a library that differs"
+
+
+def test_a_batch_takes_no_more_computing_than_its_budget(node: Node) -> None:
+    """Hope: groups that are true and slow keep the one scorer for strangers from all others."""
+    burning = Burning(node, 4.0, generated=True)
+    verified = node.verify(*(node.group(skip=i) for i in range(4)), judge=burning)
+    assert verified.reasons == [Reason.ACCEPTED, Reason.ACCEPTED, Reason.LATE, Reason.LATE]
+
+
+@pytest.mark.parametrize("evaluated", [{}, {"max_terms": 3}])
+def test_an_evaluation_question_in_another_dress(
+    node: Node, monkeypatch: pytest.MonkeyPatch, evaluated: dict[str, Any]
+) -> None:
+    """Hope: keys, epochs and settings are free, so search until a seed is one of evaluation's (a minute of computing),
+    and ask that question without spaces: the text is another, the problem is the same."""
+    node.tasks = TasksSection(mixture=[TaskEntry(name="basic_arithmetic", config={"max_terms": 3})])
+    seed = eval_seed(spec_of(task_ref(config=evaluated)), 9_999)
+    dressed = junk(config={**evaluated, "whitespace": "no_space"})
+    monkeypatch.setattr("sapo_node.rollouts.verify.question_seed", lambda *_: seed)  # in place of the search
+    assert node.verify(dressed).reasons == [Reason.EVALUATION]
+    monkeypatch.setattr("sapo_node.rollouts.verify.question_seed", lambda *_: seed + 1)
+    assert node.verify(dressed).reasons == [Reason.OTHER_QUESTION]

@@ -20,7 +20,7 @@ def group(question: int, truth: str, answers: dict[str, float]) -> Earned:
 
 
 def feed(hack: RewardHack, groups: Iterator[Earned], count: int, now: float = 0.0) -> list[Alarm]:
-    return [alarm for _ in range(count) for alarm in hack.add(TASK, next(groups), now)]
+    return [alarm for _ in range(count) for alarm in hack.own(TASK, next(groups), now)]
 
 
 def hacked(start: int = 0) -> Iterator[Earned]:
@@ -98,13 +98,70 @@ def test_a_hack_is_looked_at_again_after_a_while() -> None:
     assert feed(hack, hacked(1000), alarms.HACK_QUESTIONS)  # it goes on
 
 
-def test_the_memory_of_tasks_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alarms, "HACK_TASKS", 3)
+def send(hack: RewardHack, share: str, count: int, settings: bytes = b"usual", start: int = 0) -> list[Alarm]:
+    groups = hacked(start)
+    return [alarm for _ in range(count) for alarm in hack.others(TASK, settings, share, next(groups), 0.0)]
+
+
+def test_what_one_share_sends_bars_nobody_else() -> None:
     hack = RewardHack()
-    feed(hack, hacked(), 20)
-    for name in ("a", "b", "c"):
-        hack.add(name, group(0, "t", {"t": 1.0}), 0.0)
+    (alarm,) = send(hack, "evil", 500)
+    assert alarm.subject == f"{TASK} from evil"
+    assert hack.lasts(TASK, b"usual", "evil")
+    assert hack.lasts(TASK, b"other settings", "evil")
+    assert not hack.lasts(TASK, b"usual", "honest")
     assert not hack.lasts(TASK)
+
+
+def test_what_three_shares_send_is_about_their_settings_alone() -> None:
+    hack = RewardHack()
+    send(hack, "a", 500, b"odd")
+    send(hack, "b", 500, b"odd")
+    assert send(hack, "c", alarms.HACK_VOICE_QUESTIONS - 1, b"odd") == []
+    (alarm,) = send(hack, "c", 1, b"odd", start=100)
+    assert '"(P ∨ Q)"' in alarm.text
+    assert hack.lasts(TASK, b"odd", "honest")
+    assert not hack.lasts(TASK, b"usual", "honest")
+    assert not hack.lasts(TASK)
+
+
+@pytest.mark.parametrize("shares", [1, 3])
+def test_alarms_about_others_are_bounded(shares: int) -> None:
+    hack, lasting = RewardHack(), set[str]()
+    for n in range(3 * alarms.HACK_ALARMS):
+        for share in range(shares):
+            for alarm in send(hack, f"evil {n} {share}", 20 if shares == 1 else 6, n.to_bytes(4, "little")):
+                (lasting.add if alarm.begins else lasting.remove)(alarm.subject)
+    assert len(lasting) == len(hack._hacked) == alarms.HACK_ALARMS
+
+
+def test_what_own_groups_show_is_about_all_settings() -> None:
+    hack = RewardHack()
+    feed(hack, hacked(), alarms.HACK_QUESTIONS)
+    assert hack.lasts(TASK, b"usual")
+
+
+def test_a_flood_of_others_hides_no_hack_in_own_groups() -> None:
+    hack, groups = RewardHack(), hacked()
+    for _ in range(alarms.HACK_QUESTIONS):
+        assert not hack.lasts(TASK)
+        for n in range(50):
+            hack.others(TASK, b"usual", "evil", group(n, f"truth {n}", {f"truth {n}": 4.0}), 0.0)
+        hack.own(TASK, next(groups), 0.0)
+    assert hack.lasts(TASK)
+
+
+def test_a_share_with_many_settings_pushes_only_itself_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(alarms, "HACK_WINDOWS", 8)
+    hack = RewardHack()
+    feed(hack, hacked(), alarms.HACK_QUESTIONS - 1)
+    send(hack, "a", 10)
+    send(hack, "b", 10)
+    for n in range(100):
+        send(hack, "evil", 1, n.to_bytes(4, "big"))
+    assert len(hack._windows) == 8
+    assert send(hack, "c", alarms.HACK_VOICE_QUESTIONS), "a and b are remembered"
+    assert feed(hack, hacked(100), 1), "and own groups"
 
 
 def test_of_a_group_only_the_answers_that_earn_most_are_kept_and_are_safe_to_show() -> None:

@@ -68,7 +68,7 @@ def test_a_round_gets_its_numbers_from_its_own_groups() -> None:
 
 def test_groups_of_others_say_nothing_about_the_policy() -> None:
     one = Watch()
-    one.external([group(0, ["7", "8"], [1.0, 0.0])])
+    one.external([group(0, ["7", "8"], [1.0, 0.0])], "net")
     assert close(one).any_right is None
 
 
@@ -86,21 +86,23 @@ def test_a_hack_bars_its_task_until_it_is_looked_at_again(side: str) -> None:
     now, told = [0.0], []
     one = Watch(began=lambda text: told.append(("began", text)), ended=lambda text: told.append(("ended", text)))
     one._clock = lambda: now[0]
-    for index in range(alarms.HACK_QUESTIONS):
-        getattr(one, side)([group(index, ["<answer>(P  ∨ q)</answer>", "x"], [1.0, 0.0], truth=f"truth {index}")])
-    assert one.bars("gcd")
-    assert not one.bars("lcm")
-    assert one.lasting == [("reward hack", "gcd")]
+    for index in range(3 * alarms.HACK_QUESTIONS):
+        groups = [group(index, ["<answer>(P  ∨ q)</answer>", "x"], [1.0, 0.0], truth=f"truth {index}")]
+        one.own(groups) if side == "own" else one.external(groups, f"net{index % 3}")
+    assert one.bars("gcd", bytes(32))
+    assert one.bars("gcd", b"other settings") == (side == "own")
+    assert not one.bars("lcm", bytes(32))
+    assert one.lasting == [("reward hack", "gcd" if side == "own" else "gcd with settings 00000000")]
     now[0] = alarms.HACK_SECONDS
     close(one)
-    assert not one.bars("gcd")
+    assert not one.bars("gcd", bytes(32))
     assert [what for what, _ in told] == ["began", "ended"]
 
 
 def test_answers_that_differ_in_capitals_and_spaces_are_one() -> None:
     one = Watch()
     for index, text in enumerate(["(P ∨ Q)", "(p ∨q)"] * (alarms.HACK_QUESTIONS // 2)):
-        one.external([group(index, [text], [1.0], truth=f"truth {index}")])
+        one.own([group(index, [text], [1.0], truth=f"truth {index}")])
     assert one.bars("gcd")
 
 
@@ -165,5 +167,6 @@ def test_a_checkpoint_without_alarms_is_a_new_start() -> None:
 def test_without_alarms_nothing_is_barred() -> None:
     one = Unwatched()
     for index in range(40):
-        one.external([group(index, ["(P ∨ Q)"], [1.0], truth=f"truth {index}")])
-    assert not one.bars("gcd")
+        one.own([group(index, ["(P ∨ Q)"], [1.0], truth=f"truth {index}")])
+        one.external([group(index, ["(P ∨ Q)"], [1.0], truth=f"truth {index}")], f"net{index % 3}")
+    assert not one.bars("gcd", bytes(32))

@@ -136,13 +136,13 @@ def test_groups_of_a_task_with_an_alarm_are_no_stock(make: Any) -> None:
     node = make(training={"external_groups": 4})
     node.stock("peer", 5, 0)
     assert node.look() == STOCK_ROUNDS * 4 - 5
-    node.watch.bars = lambda task: task == "gcd"
+    node.watch.bars = lambda task, **_: task == "gcd"
     assert node.look() == STOCK_ROUNDS * 4
 
 
 def test_the_alarms_see_what_is_accepted(make: Any) -> None:
     node, seen = make(), []
-    node.watch.external = seen.extend
+    node.watch.external = lambda groups, producer: seen.extend(groups)
     node.take(received("peer", groups=3))
     assert len(seen) == 3
 

@@ -265,9 +265,9 @@ def test_one_reject_keeps_the_whole_batch_from_the_scorers(node: Node) -> None:
 
 
 def test_groups_of_a_task_with_an_alarm_are_ignored_unjudged(node: Node) -> None:
-    assert node.verify(node.group(), barred=lambda task: task == "basic_arithmetic").reasons == [Reason.ALARM]
+    assert node.verify(node.group(), barred=lambda task, *_: task == "basic_arithmetic").reasons == [Reason.ALARM]
     assert node.judged == []
-    assert node.verify(node.group(), barred=lambda task: task == "gcd").reasons == [Reason.ACCEPTED]
+    assert node.verify(node.group(), barred=lambda task, *_: task == "gcd").reasons == [Reason.ACCEPTED]
 
 
 def test_only_the_mixture_if_the_owner_says_so(node: Node) -> None:

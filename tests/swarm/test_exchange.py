@@ -1,6 +1,7 @@
 """Nodes on loopback, with real p2pd processes: batches travel, and hostile publishers cost little and are counted."""
 
 import asyncio
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
@@ -331,6 +332,28 @@ def test_a_liar_is_given_up_at_once_and_loses_score(on_loopback: OnLoopback, lie
         assert (stats.fetch_faults, stats.fetch_failures, stats.batches_in) == (1, 1, 0)
         assert victim.exchange.book.score(liar.identity.peer_id, time.time()) < -20
         assert victim.received == []
+
+    on_loopback(body)
+
+
+@pytest.mark.slow
+def test_a_batch_that_is_slow_to_open_stops_nothing(on_loopback: OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    really = codec.open_batch
+
+    def slow(data: bytes, swarm: str) -> codec.Opened:
+        threads.append(threading.current_thread())
+        time.sleep(1.0)
+        return really(data, swarm)
+
+    monkeypatch.setattr(codec, "open_batch", slow)
+
+    async def body(loopback: Loopback) -> None:
+        a = await join(loopback, "a", push="on")
+        b = await join(loopback, "b", a, push="on")
+        await b.exchange.publish(make_batch(b.identity))
+        await until(lambda: a.received, 10.0)
+        assert threading.current_thread() not in threads, "the event loop goes on meanwhile"
 
     on_loopback(body)
 

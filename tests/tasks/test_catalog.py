@@ -90,6 +90,7 @@ def test_a_minimum_is_compared_with_the_default_of_its_maximum() -> None:
         ("basic_arithmetic", {"operators": ["/"]}, "besides"),
         ("basic_arithmetic", {"operators": ["*", "/"]}, "at most 15"),
         ("countdown", {"min_target": 900}, "must be at most 100"),
+        ("countdown", {"max_value": 3}, "must be at least 25"),
         ("spell_backward", {"data_file": "../secret"}, "'data_file' cannot be set"),
         ("gcd", {"size": 10**9}, "'size' cannot be set; the settings are min_numbers"),
         ("gcd", {"seed": 1}, "'seed' cannot be set"),

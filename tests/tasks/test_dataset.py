@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -83,3 +84,14 @@ def test_a_file_beyond_the_limit_is_not_read(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(dataset, "MAX_FILE_BYTES", 10)
     with pytest.raises(DatasetError, match="more than 10; split the file"):
         load(write(tmp_path, GOOD))
+
+
+def test_blank_lines_take_no_memory_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b"\n" * (4 << 20) + GOOD.encode())
+    tracemalloc.start()
+    try:
+        assert len(load(path, "numeric").rows) == 1
+        assert tracemalloc.get_traced_memory()[1] < 16 << 20  # the file, and a list of its lines was 64 MiB more
+    finally:
+        tracemalloc.stop()

@@ -1,7 +1,9 @@
+import time
 from typing import Any
 
 import pytest
 
+from sapo_node.training import encoding
 from sapo_node.training.encoding import Encoder, Untrainable
 from tests.tiny import TEMPLATE, make_tokenizer
 
@@ -44,6 +46,16 @@ def test_without_a_chat_template_a_plain_one_is_used_and_told_once() -> None:
 def test_a_template_that_drops_the_question_is_an_error() -> None:
     with pytest.raises(ValueError, match="drops the user's message"):
         encoder("hello")
+
+
+def test_a_template_that_never_ends_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "TEMPLATE_SECONDS", 0.2)
+    loops = "{% for i in range(99999) %}" * 3 + "{% endfor %}" * 3
+    with pytest.raises(ValueError, match="not rendered after"):
+        encoder(loops + "{{ messages[0].content }}")
+    monkeypatch.setattr(encoding, "TEMPLATE_SECONDS", 0.05)
+    assert encoder()[0].prompt("12")
+    time.sleep(0.1)  # no signal is left
 
 
 def test_a_completion_that_stopped_ends_with_our_end_token() -> None:

@@ -221,7 +221,7 @@ def test_half_of_j_is_taken_while_the_policy_collapses(tmp_path: Path) -> None:
 
 def test_groups_of_a_task_with_an_alarm_stay_in_the_pool(tmp_path: Path) -> None:
     watch = Watch()
-    watch.bars = lambda task: task == "gcd"  # type: ignore[method-assign]
+    watch.bars = lambda task, **_: task == "gcd"  # type: ignore[method-assign]
     training = {"local_groups": 1, "external_groups": 4}
     known = {"watch": watch}
     records, _, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, count=1, prepare=crowd, rounds=known))

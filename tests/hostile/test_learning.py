@@ -1,0 +1,29 @@
+"""Attacks on what the alarms believe of others' groups."""
+
+import re
+from typing import Any
+
+from sapo_node.monitor.watch import Watch
+from sapo_node.rollouts.schema import Group
+from sapo_node.rollouts.verify import Reason
+from sapo_node.tasks.base import is_eval_question
+from tests.rollouts.test_verify import Node, group_of, spec_of, task_ref
+
+STYLES = ["latex_inline", "latex_frac", "latex_dfrac"]
+HALVES: dict[str, Any] = {"min_value": 1, "max_value": 2, "max_factor": 10_000, "styles": STYLES}
+
+
+def test_right_answers_to_one_truth_in_many_spellings_are_no_hack(node: Node) -> None:
+    """Hope: one free key, one batch of right answers, and everybody's groups of a healthy task are left aside."""
+    groups: list[Group] = []
+    for index in range(300):
+        task = task_ref(name="fraction_simplification", config=HALVES, index=index)
+        question = node.runner.run(node.scorers.question(spec_of(task), node.seed(task)))
+        above, below = map(int, re.findall("[0-9]+", question.text)[:2])
+        if 2 * above == below and not is_eval_question(question.sha256):
+            groups.append(group_of(task, question.sha256, "1/2", "1/2"))
+    verified = node.verify(*groups[:32])
+    assert verified.reasons == [Reason.ACCEPTED] * 32
+    watch = Watch()
+    watch.external(verified.groups, verified.producer)
+    assert watch.lasting == []
