@@ -31,7 +31,7 @@ from sapo_node.tasks.base import Judged, TaskRefused, TaskSpec, config_hash, is_
 from sapo_node.tasks.mixture import Mixture
 from sapo_node.tasks.scoring import CostlyGroup
 from sapo_node.training.base import TrainCompletion
-from sapo_node.training.sapo import teaches
+from sapo_node.training.sapo import informative, teaches
 from sapo_node.workers import WorkerError
 
 BATCH_SECONDS: Final = 20.0
@@ -126,7 +126,7 @@ class Verified(Struct, frozen=True, kw_only=True):
     @property
     def usable(self) -> int:
         """Accepted groups that can move the policy: what a peer's score rises with."""
-        return sum(group.teaches for group in self.groups)
+        return sum(group.teaches and informative(group.rewards) for group in self.groups)
 
 
 class Verifier:

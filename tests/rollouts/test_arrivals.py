@@ -207,7 +207,7 @@ def test_groups_without_signal_hide_nobody_and_earn_nothing(make: Any) -> None:
 
     async def verify(opened: Opened, now: float) -> Verified:
         found = await plain(opened, now)
-        return replace(found, groups=[replace(group, rewards=[0.0, 0.0], teaches=False) for group in found.groups])
+        return replace(found, groups=[replace(group, rewards=[0.0, 0.0]) for group in found.groups])
 
     node.verifier.verify = verify
     for number in range(40):
