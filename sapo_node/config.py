@@ -98,7 +98,8 @@ class TasksSection(Section):
 
     curriculum: Literal["off", "yield"] = "off"
     """Which task is asked next. off: by the weights alone. yield: weights times the share of a task's recent groups,
-    own ones and others', that have an advantage; at least a tenth of the largest such share."""
+    own ones and others' (of each peer no more than own ones), that have an advantage; at least a tenth of the largest
+    such share."""
 
     accept: Literal["offered", "mixture"] = "offered"
     """Whose tasks are accepted from others: every ReasoningGYM task offered here, or only names in the mixture."""
@@ -184,10 +185,10 @@ class RolloutsSection(Section):
     """How often one external group may be trained on."""
 
     max_groups: Annotated[int, Field(ge=64)] = 20_000
-    """Groups kept in the pool; the oldest go first."""
+    """Groups kept in the pool; beyond, those go first that teach nothing, then the oldest of who holds most."""
 
     max_bytes: Annotated[int, Field(ge=1 << 20)] = 1 << 28
-    """Size of the pool on disk, in bytes; the oldest groups go first."""
+    """Size of the pool on disk, in bytes; groups go in the same order."""
 
 
 class SwarmSection(Section):

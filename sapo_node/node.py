@@ -211,15 +211,14 @@ class Node:
         sampling = Sampling(
             config, self._identity, tasks, self._scorers, self._policy, pool, self._rng, publish, watch=watch
         )
-        events, known = RoundEvents(recorded=self._on_round, network=dict), None
+        events, known, useless = RoundEvents(recorded=self._on_round, network=dict), None, None
         if self._swarm is not None:
             book = self._swarm.book
             self._arrivals = Arrivals(config, self._identity, tasks, self._scorers, pool, book, watch=watch)
             events = RoundEvents(recorded=self._on_round, network=SwarmCounters(self._swarm, self._arrivals))
-            known = book.standing
-        self._rounds = Rounds(
-            config, self._policy, sampling, pool, self._rng, self._stop, events, standing=known, watch=watch
-        )
+            known, useless = book.standing, book.useless
+        paced = (config, self._policy, sampling, pool, self._rng, self._stop, events)
+        self._rounds = Rounds(*paced, standing=known, watch=watch, useless=useless)
         await self._pool.expire(time.time(), self._policy.version, config.training.staleness)
         return True
 

@@ -1,14 +1,16 @@
 """Groups of others: from the exchange, through verification, into the pool; and how many more are wanted.
 
 A node wants a stock of usable groups a few times J, so that the sampler has a choice; when it has them it fetches
-nothing. Where the sampler keeps half of J for aged peers (rule `capped`) half of the stock is theirs too, as long as
-there are any: newcomers can be a hundred times as many, and would fill it before. What a batch was worth goes into its
-sender's score.
+nothing. Where the sampler tells sources apart (rule `capped`) no source counts for more than a quarter of it, and half
+is kept for aged peers as long as there are any: newcomers can be a hundred times as many, and would fill it before.
+What a batch was worth goes into its sender's score.
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
+from collections.abc import Iterable
 from typing import Final
 
 import structlog
@@ -24,7 +26,7 @@ from sapo_node.swarm.exchange import Exchange, Received
 from sapo_node.swarm.peers import PeerBook
 from sapo_node.tasks.mixture import Mixture
 from sapo_node.tasks.scoring import ScorerPool
-from sapo_node.training.sapo import informative
+from sapo_node.training.sapo import PEER_SHARE, informative
 
 log = structlog.get_logger(__name__)
 
@@ -74,6 +76,7 @@ class Arrivals:
             quarantine=Quarantine(book),
             max_completions=config.rollouts.completions_per_task,
             barred=self._watch.bars,
+            training=config.training,
         )
 
     def want(self) -> int:
@@ -102,15 +105,28 @@ class Arrivals:
             for c in candidates
             if informative(c.rewards) and not self._watch.bars(c.task, producer=c.producer)
         ]
-        if not (book.fair and book.aged_about(now)):
-            book.enough_aged = book.enough_new = False
+        book.enough_aged, book.enough_new, book.full = False, False, frozenset()
+        if not book.fair:
             self._missing = max(0, self._target - len(usable))
             return
-        aged = sum(book.aged(producer, now) for producer in usable)
-        missing_new = max(0, self._target // 2 - (len(usable) - aged))
-        missing_aged = max(0, self._target - self._target // 2 - aged)
+        aged_part = self._target - self._target // 2 if book.aged_about(now) else 0
+        if not aged_part:
+            self._missing = self._lacking(usable, self._target)
+            return
+        aged = [producer for producer in usable if book.aged(producer, now)]
+        new = [producer for producer in usable if not book.aged(producer, now)]
+        missing_new = self._lacking(new, self._target - aged_part)
+        missing_aged = self._lacking(aged, aged_part)
         book.enough_new, book.enough_aged = not missing_new, not missing_aged
         self._missing = missing_new + missing_aged
+
+    def _lacking(self, producers: Iterable[str], wanted: int) -> int:
+        """How many groups are missing to `wanted`, if no share counts for more than a quarter of them; one that has its
+        quarter is full. Else one batch would be the whole choice, and its sender's part of J grow with it."""
+        held = Counter(map(self._book.share, producers))
+        part = math.ceil(PEER_SHARE * wanted)
+        self._book.full |= {share for share, groups in held.items() if groups >= part}
+        return max(0, wanted - sum(min(groups, part) for groups in held.values()))
 
     async def purge(self) -> None:
         """Remove the groups of peers that the owner wants to be rid of."""

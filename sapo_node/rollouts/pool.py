@@ -12,7 +12,12 @@ one round of one run of the process changes nothing; the same round number in a 
 policy went back, and counts again.
 
 Groups of others are known by (producer, coordinates) for as long as they could arrive again, even when the group
-itself is gone. So neither eviction nor use opens the door to a second copy.
+itself is gone. So neither eviction nor use opens the door to a second copy. While a peer's group is here, used or not,
+another one of its groups on the same question is not taken: where a task has few questions, one of them would otherwise
+come back under many coordinates, and limits on uses would mean nothing.
+
+No producer can displace the others. What cannot teach is no candidate and goes first; then go the rows of those who
+hold most of the room.
 
 Losing the file costs little: the groups are a cache, and sequence counters start at the clock. It is still never
 replaced silently, because the use counts would be forgotten with it.
@@ -26,14 +31,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec import Struct
 
 from sapo_node.config import RolloutsSection
 from sapo_node.rollouts.pool_file import Lane, PoolError
-from sapo_node.rollouts.schema import Finish, TaskRef
+from sapo_node.rollouts.schema import Finish, Group, TaskRef
 from sapo_node.swarm.protocol import EPOCH_SECONDS, MAX_AGE_SECONDS, MAX_EPOCHS_AHEAD, MAX_INDEX, digest, epoch_of
 from sapo_node.tasks.base import TaskSpec
 from sapo_node.training.base import Origin, TrainCompletion, TrainGroup
@@ -60,6 +65,7 @@ class NewGroup(Struct, frozen=True, kw_only=True):
     policy_version: int
     first_drawn: bool = True  # False for own groups drawn to fill a shortage or to replace others
     truth: bytes = b""  # `Judged.truth`; the pool does not keep it
+    teaches: bool = True  # False for groups of others that cannot move the policy although their rewards differ
 
 
 class PoolStats(Struct, frozen=True, kw_only=True):
@@ -130,14 +136,17 @@ class Pool:
     async def add_external(self, producer: str, content_id: bytes, groups: Sequence[NewGroup], now: float) -> list[int]:
         """Add a peer's verified groups and mark their batch as seen, in one transaction; returns the new ids.
 
-        Groups known by their coordinates are left out and counted. Empty `groups` only mark the batch, so that one
-        without a usable group is not fetched again.
+        Groups known by their coordinates or their question are left out and counted. Empty `groups` only mark the
+        batch, so that one without a usable group is not fetched again.
         """
 
         def add(db: sqlite3.Connection) -> tuple[list[int], int]:
-            new = [group for group in groups if _mark(db, coordinates(producer, group.task), now)]
             _mark(db, content_id, now)
-            ids = [_insert(db, "external", producer, content_id, group, now) for group in new]
+            ids = [
+                _insert(db, "external", producer, content_id, group, now)
+                for group in groups
+                if _mark(db, coordinates(producer, group.task), now) and not _asked(db, producer, group.question_sha256)
+            ]
             return ids, _evict(db, self._limits)
 
         ids, evicted = await self._writer.ask(add)
@@ -150,47 +159,70 @@ class Pool:
         wanted = list(content_ids)
         return await self._reader.ask(lambda db: _seen(db, wanted))
 
-    async def known(self, producer: str, tasks: Sequence[TaskRef]) -> list[bool]:
-        """For each of a peer's coordinates, whether its group was added before, also if it is used up or evicted."""
-        keys = [coordinates(producer, task) for task in tasks]
-        found = await self._reader.ask(lambda db: _seen(db, keys))
-        return [key in found for key in keys]
+    async def known(self, producer: str, groups: Sequence[Group]) -> list[bool]:
+        """For each of a peer's groups, whether its coordinates were added before, also if that group is used up or
+        evicted, or its question is asked by one that is here."""
+
+        def known(db: sqlite3.Connection) -> list[bool]:
+            keys = [coordinates(producer, group.task) for group in groups]
+            seen = _seen(db, keys)
+            return [
+                key in seen or _asked(db, producer, group.question_sha256)
+                for key, group in zip(keys, groups, strict=True)
+            ]
+
+        return await self._reader.ask(known)
 
     async def local_candidates(self, now: float, policy_version: int, max_staleness: int) -> list[Candidate]:
         """Own groups that no step used, sampled at most `max_staleness` versions ago; oldest first."""
-        where = "origin = 'local' AND uses = 0 AND policy_version BETWEEN ? AND ? ORDER BY id"
-        values = (policy_version - max_staleness, policy_version)
+        where = "origin = 'local' AND uses = 0 AND policy_version BETWEEN ? AND ? ORDER BY id LIMIT ?"
+        values = (policy_version - max_staleness, policy_version, MAX_CANDIDATES)
         return await self._reader.ask(lambda db: _candidates(db, where, values, now))
 
-    async def external_candidates(self, now: float) -> list[Candidate]:
-        """Groups of others that are young and have uses left; newest first, at most MAX_CANDIDATES."""
-        where = "origin = 'external' AND uses < ? AND drawn_at >= ? ORDER BY id DESC"
-        values = (self._limits.max_external_uses, now - self._limits.max_age_seconds)
-        return await self._reader.ask(lambda db: _candidates(db, where, values, now))
+    async def external_candidates(self, now: float, *, idle: bool = False) -> list[Candidate]:
+        """Groups of others that are young and have uses left, newest first; those that teach nothing only if `idle`.
+
+        At most MAX_CANDIDATES: the newest of each producer, as many of one as of another.
+        """
+        where = "origin = 'external' AND uses < ? AND drawn_at >= ? AND (teaches OR ?)"
+        values = (self._limits.max_external_uses, now - self._limits.max_age_seconds, idle, MAX_CANDIDATES)
+        return await self._reader.ask(lambda db: _candidates(db, f"id IN ({_newest_of_each(where)})", values, now))
 
     async def own_rewards(self, now: float) -> dict[str, float]:
         """Mean reward by task of this node's own recent groups, used ones included."""
         found: defaultdict[str, list[float]] = defaultdict(list)
-        for name, _, rewards in await self._recent(now, ["local"]):
-            found[name] += rewards
+        for origin, _, name, _, rewards in await self._recent(now):
+            if origin == "local":
+                found[name] += rewards
         return {name: fmean(rewards) for name, rewards in found.items()}
 
     async def yields(self, now: float) -> dict[tuple[str, bytes], tuple[int, int]]:
         """By name and settings of a task: recent groups, own and others', used or not, that have an advantage; and all
-        recent ones."""
-        found: dict[tuple[str, bytes], tuple[int, int]] = {}
-        for name, config_hash, rewards in await self._recent(now, ["local", "external"]):
-            taught, groups = found.get((name, config_hash), (0, 0))
-            found[name, config_hash] = taught + informative(rewards), groups + 1
+        recent ones. Of another producer at most as many count as are this node's own, but one: what a single peer
+        sends cannot outweigh what this node sees itself."""
+        of_task: dict[tuple[str, bytes], defaultdict[str, list[bool]]] = {}
+        for origin, producer, name, config_hash, rewards in await self._recent(now):
+            of_producer = of_task.setdefault((name, config_hash), defaultdict(list))
+            of_producer["" if origin == "local" else producer].append(informative(rewards))
+        found = {}
+        for key, of_producer in of_task.items():
+            own = of_producer.pop("", [])
+            counted = own + [one for many in of_producer.values() for one in many[: max(1, len(own))]]
+            found[key] = sum(counted), len(counted)
         return found
 
-    async def _recent(self, now: float, origins: Sequence[Origin]) -> list[tuple[str, bytes, Sequence[float]]]:
-        """Task, its settings' hash and rewards of the newest groups of the last `max_age_seconds`."""
-        sql = f"""SELECT name, config_hash, rewards FROM groups WHERE origin IN ({", ".join("?" * len(origins))})
-                  AND drawn_at >= ? ORDER BY id DESC LIMIT ?"""
-        values = (*origins, now - self._limits.max_age_seconds, MAX_CANDIDATES)
+    async def _recent(self, now: float) -> list[tuple[Origin, str, str, bytes, Sequence[float]]]:
+        """Origin, producer, task, its settings' hash and rewards of the groups of the last `max_age_seconds`: the
+        newest of each producer, as many of one as of another."""
+        sql = f"""SELECT origin, producer, name, config_hash, rewards FROM groups
+                  WHERE id IN ({_newest_of_each("drawn_at >= ?")}) ORDER BY id DESC"""
+        values = (now - self._limits.max_age_seconds, MAX_CANDIDATES)
         rows = await self._reader.ask(lambda db: db.execute(sql, values).fetchall())
-        return [(name, config_hash, _rewards_decoder.decode(rewards)) for name, config_hash, rewards in rows]
+        return [(*names, _rewards_decoder.decode(rewards)) for *names, rewards in rows]
+
+    async def look(self, ids: Sequence[int]) -> list[TrainGroup]:
+        """Groups that are here, in order of `ids`, for a look before one of them is used: nothing is counted."""
+        return await self._reader.ask(lambda db: [_group(i, row) for i in ids if (row := _row(db, i))])
 
     async def consume(self, ids: Sequence[int], round_number: int) -> list[TrainGroup]:
         """Count one use of each group, durably, and return those that this round may train on, in order of `ids`.
@@ -311,6 +343,7 @@ def _insert(
         "rewards": msgspec.json.encode(group.rewards).decode(),
         "question": group.question,
         "completions": _pack(group.completions),
+        "teaches": group.teaches and informative(group.rewards),
     }
     places = ", ".join(f":{name}" for name in row)
     return db.execute(f"INSERT INTO groups ({', '.join(row)}) VALUES ({places})", row).lastrowid or 0
@@ -318,7 +351,7 @@ def _insert(
 
 def _candidates(db: sqlite3.Connection, where: str, values: tuple[float, ...], now: float) -> list[Candidate]:
     columns = "id, producer, name, question_sha256, rewards, drawn_at, uses, first_drawn"
-    rows = db.execute(f"SELECT {columns} FROM groups WHERE {where} LIMIT ?", (*values, MAX_CANDIDATES))
+    rows = db.execute(f"SELECT {columns} FROM groups WHERE {where}", values)
     return [
         Candidate(
             group_id=group_id,
@@ -334,20 +367,41 @@ def _candidates(db: sqlite3.Connection, where: str, values: tuple[float, ...], n
     ]
 
 
+def _newest_of_each(where: str) -> str:
+    """SQL of the ids of the groups that `where` names: the newest of each producer, then the second newest of each, and
+    so on, up to the number that is the last parameter."""
+    turns = f"SELECT id, row_number() OVER (PARTITION BY producer ORDER BY id DESC) AS turn FROM groups WHERE {where}"
+    return f"SELECT id FROM ({turns}) ORDER BY turn, id DESC LIMIT ?"
+
+
+def _asked(db: sqlite3.Connection, producer: str, question_sha256: bytes) -> bool:
+    """Whether a group of this peer on this question is here."""
+    sql = "SELECT 1 FROM groups WHERE producer = ? AND question_sha256 = ? AND origin = 'external'"
+    return db.execute(sql, (producer, question_sha256)).fetchone() is not None
+
+
 def _use(db: sqlite3.Connection, group_id: int, key: tuple[int, int], limits: dict[str, int]) -> TrainGroup | None:
-    row = db.execute(
-        """SELECT origin, producer, question, completions, rewards, policy_version, uses, used_run, used_round
-           FROM groups WHERE id = ?""",
-        (group_id,),
-    ).fetchone()
+    row = _row(db, group_id)
     if row is None:
         return None
-    origin, producer, question, completions, rewards, policy_version, uses, *used_in = row
-    if tuple(used_in) != key:
+    origin, *_, uses, used_run, used_round = row
+    if (used_run, used_round) != key:
         if uses >= limits[origin]:
             return None
         sql = "UPDATE groups SET uses = uses + 1, used_run = ?, used_round = ? WHERE id = ?"
         db.execute(sql, (*key, group_id))
+    return _group(group_id, row)
+
+
+def _row(db: sqlite3.Connection, group_id: int) -> tuple[Any, ...] | None:
+    sql = """SELECT origin, producer, question, completions, rewards, policy_version, uses, used_run, used_round
+             FROM groups WHERE id = ?"""
+    found: tuple[Any, ...] | None = db.execute(sql, (group_id,)).fetchone()
+    return found
+
+
+def _group(group_id: int, row: tuple[Any, ...]) -> TrainGroup:
+    origin, producer, question, completions, rewards, policy_version, *_ = row
     return TrainGroup(
         group_id=group_id,
         origin=origin,
@@ -360,13 +414,18 @@ def _use(db: sqlite3.Connection, group_id: int, key: tuple[int, int], limits: di
 
 
 def _evict(db: sqlite3.Connection, limits: RolloutsSection) -> int:
-    """Keep to the limits: the oldest go first, unused own groups last. Returns how many went."""
+    """Keep to the limits. Groups of others that teach nothing go first, unused own ones last; else the oldest of
+    whoever holds most, in rows and bytes taken together, so that a flood displaces itself. Returns how many went."""
     (rows,) = db.execute("SELECT count(*) FROM groups").fetchone()
+    of_row = limits.max_bytes // limits.max_groups  # all rows that are allowed weigh as much as all bytes
+    first = """SELECT id FROM (
+        SELECT id, origin = 'local' AND uses = 0 AS fresh, origin = 'external' AND NOT teaches AS idle,
+               sum(length(completions) + ?) OVER (PARTITION BY producer ORDER BY id DESC) AS held FROM groups
+        ) ORDER BY fresh, idle DESC, held DESC, id LIMIT ?"""
     gone = 0
     while gone < rows and (rows - gone > limits.max_groups or _bytes(db) > limits.max_bytes):
         step = max(rows - gone - limits.max_groups, rows // 64, 1)  # several: a page is free when all on it is gone
-        oldest = "SELECT id FROM groups ORDER BY (origin = 'local' AND uses = 0), id LIMIT ?"
-        gone += db.execute(f"DELETE FROM groups WHERE id IN ({oldest})", (step,)).rowcount
+        gone += db.execute(f"DELETE FROM groups WHERE id IN ({first})", (of_row, step)).rowcount
     return gone
 
 

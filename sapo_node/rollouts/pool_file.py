@@ -15,14 +15,14 @@ from sapo_node.errors import SapoError
 T = TypeVar("T")
 
 APPLICATION_ID: Final = 0x5341504F  # "SAPO", in the file's header: tells our file from another program's
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 
 MAX_WAITING: Final = 64  # jobs handed to a thread; further callers wait their turn in the event loop
 JOB_SECONDS: Final = 60.0  # a disk that has not answered by then will not
 BUSY_SECONDS: Final = 5.0  # somebody else's lock, for example a backup's
 WAL_BYTES: Final = 4 << 20  # the log is cut back to this after a checkpoint
 
-_SCHEMA: Final = """
+_FIRST: Final = """
 CREATE TABLE groups (
     id INTEGER PRIMARY KEY AUTOINCREMENT, -- never given twice: a plan may name a group that is gone
     origin TEXT NOT NULL, producer TEXT NOT NULL,
@@ -39,6 +39,11 @@ CREATE INDEX seen_by_time ON seen (until);
 CREATE TABLE meta (key TEXT PRIMARY KEY, value INTEGER NOT NULL);
 CREATE TABLE next_index (epoch INTEGER, task BLOB, value INTEGER NOT NULL, PRIMARY KEY (epoch, task))
 """
+_SECOND: Final = """
+ALTER TABLE groups ADD COLUMN teaches INTEGER NOT NULL DEFAULT 1; -- 0: nothing can be learnt from it
+CREATE INDEX groups_by_question ON groups (producer, question_sha256)
+"""
+_STEPS: Final = (_FIRST, _SECOND)  # from each version of the file to the next
 
 
 class PoolError(SapoError):
@@ -99,11 +104,11 @@ def _connect_writer(path: Path) -> sqlite3.Connection:
         db.execute(f"PRAGMA journal_size_limit = {WAL_BYTES}")
         with db:
             db.execute("BEGIN IMMEDIATE")  # also the moment at which a file that cannot be written says so
-            if not db.execute("PRAGMA user_version").fetchone()[0]:
-                for statement in _SCHEMA.split(";"):
+            for statements in _STEPS[db.execute("PRAGMA user_version").fetchone()[0] :]:
+                for statement in statements.split(";"):
                     db.execute(statement)
-                db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-                db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+            db.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+            db.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     except BaseException:
         db.close()
         raise

@@ -21,6 +21,7 @@ from typing import Final, Literal, Protocol
 
 from msgspec import Struct
 
+from sapo_node.config import TrainingSection
 from sapo_node.rollouts.codec import Opened
 from sapo_node.rollouts.pool import NewGroup, drawn_at
 from sapo_node.rollouts.quarantine import Quarantine
@@ -31,7 +32,7 @@ from sapo_node.tasks.base import Judged, TaskRefused, TaskSpec, config_hash, is_
 from sapo_node.tasks.mixture import Mixture
 from sapo_node.tasks.scoring import CostlyGroup, EvalSeeds
 from sapo_node.training.base import TrainCompletion
-from sapo_node.training.sapo import informative
+from sapo_node.training.sapo import informative, teaches
 from sapo_node.workers import WorkerError
 
 BATCH_SECONDS: Final = 20.0
@@ -109,8 +110,8 @@ class Judge(Protocol):
 class Known(Protocol):
     """What is needed of the pool."""
 
-    async def known(self, producer: str, tasks: Sequence[TaskRef]) -> list[bool]:
-        """For each of a peer's coordinates, whether its group was added before."""
+    async def known(self, producer: str, groups: Sequence[Group]) -> list[bool]:
+        """For each of a peer's groups, whether its coordinates, or lately its question, were added before."""
         ...
 
 
@@ -136,8 +137,8 @@ class Verified(Struct, frozen=True, kw_only=True):
 
     @property
     def usable(self) -> int:
-        """Accepted groups that have an advantage: what a peer's score counts double."""
-        return sum(informative(group.rewards) for group in self.groups)
+        """Accepted groups that can move the policy: what a peer's score rises with."""
+        return sum(group.teaches and informative(group.rewards) for group in self.groups)
 
 
 class _Spent(Struct):
@@ -175,16 +176,19 @@ class Verifier:
         batch_seconds: float = BATCH_SECONDS,
         max_completions: int = MAX_COMPLETIONS,
         barred: Callable[[str, bytes, str], bool] = lambda task, settings, producer: False,
+        training: TrainingSection | None = None,
     ) -> None:
         """`max_completions` of a group are judged and kept, the first ones: a larger group than this node's own costs
         more and would weigh more. Without a `quarantine` no task is ever switched off by what peers say; groups of
-        tasks that are `barred`, by name, hash of settings and producer, are ignored."""
+        tasks that are `barred`, by name, hash of settings and producer, are ignored. What a group can teach is told by
+        `training`, the defaults without it."""
         self._swarm, self._public_key = swarm, public_key
         self._max_age = max_age_seconds
         self._judge, self._known, self._quarantine = judge, known, quarantine
         self._batch_seconds = batch_seconds
         self._max_completions = max_completions
         self._barred = barred
+        self._training = training or TrainingSection()
         mixed = {entry.spec.name for entry in mixture.entries if entry.rows is None}
         self._generated = set(catalog.OFFERED) if accept == "offered" else mixed
         self._mixed = [entry.spec for entry in mixture.entries if entry.rows is None]
@@ -201,7 +205,7 @@ class Verifier:
         if any(reason and reason.outcome == "reject" for reason in reasons):
             reasons = [reason or Reason.BESIDE_REJECTED for reason in reasons]
         if not all(reasons):
-            known = await self._known.known(batch.peer_id, [group.task for group in batch.groups])
+            known = await self._known.known(batch.peer_id, batch.groups)
             reasons = [
                 reason or (Reason.DUPLICATE if old else None) for reason, old in zip(reasons, known, strict=True)
             ]
@@ -211,7 +215,9 @@ class Verifier:
         try:
             async with asyncio.timeout(self._batch_seconds):
                 for i, group in enumerate(batch.groups):
-                    if reasons[i] is None and spent.cpu <= BATCH_CPU_SECONDS:
+                    if reasons[i] is None and any(group.question_sha256 == one.question_sha256 for one in accepted):
+                        reasons[i] = Reason.DUPLICATE  # one question under many coordinates
+                    elif reasons[i] is None and spent.cpu <= BATCH_CPU_SECONDS:
                         judged = await self._judged(opened, group, spent)
                         judged = Reason.COSTLY if spent.too_much else judged
                         reasons[i] = judged if isinstance(judged, Reason) else Reason.ACCEPTED
@@ -328,6 +334,7 @@ class Verifier:
             policy_version=group.policy_version,
             first_drawn=False,
             truth=judged.truth,
+            teaches=teaches(judged.rewards, [c.finish == "length" for c in completions], self._training),
         )
 
     async def _score(self, task: TaskRef, seed: int, texts: list[str]) -> Judged:

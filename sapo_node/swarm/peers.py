@@ -33,9 +33,8 @@ from sapo_node.swarm.sources import RELAY, network_of
 HALF_LIFE_SECONDS: Final = 1800.0
 """Time in which a score moves half-way back to 0: long against a round, short against a day."""
 
-ACCEPTED: Final = 0.5
-USABLE: Final = 0.5
-"""Added for an accepted group, and again if it had usable advantage: filler counts half of what can be learned from."""
+USABLE: Final = 1.0
+"""Added for an accepted group that can be learned from. Others earn nothing: they cost nothing to make."""
 
 REJECTED: Final = -30.0
 """Added for an envelope or group that no honest node sends. Four in a row shun a newcomer."""
@@ -143,7 +142,7 @@ class PeerRecord(Struct, kw_only=True):
 
 class PeerBook:
     """Bounded table of peers with scores. Sets `allow` (if not empty: only these) and `deny` are the owner's settings,
-    `denied` his commands. `enough_aged` and `enough_new` say which peers' groups are not wanted now."""
+    `denied` his commands. `enough_aged`, `enough_new` and `full` say which peers' groups are not wanted now."""
 
     def __init__(
         self, *, allow: Iterable[str] = (), deny: Iterable[str] = (), known: Iterable[PeerRecord] = ()
@@ -154,6 +153,7 @@ class PeerBook:
         self.purge_until: dict[str, float] = {}  # groups of these, received by then, are to leave the pool
         self.fair = False  # whether the sampler's rule tells shares and aged peers apart
         self.enough_aged = self.enough_new = False
+        self.full: frozenset[str] = frozenset()  # shares whose part of the stock is full
         fresh: dict[str, object] = {"found": "", "connected": False, "denied": ""}
         self._peers = {record.peer_id: msgspec.structs.replace(record, **fresh) for record in known}
         times = (at for r in self._peers.values() for at in (r.last_seen, r.scored_at, r.last_accepted))
@@ -211,7 +211,7 @@ class PeerBook:
 
     def accepted(self, peer_id: str, groups: int, usable: int, now: float) -> None:
         """`groups` of this peer were verified, `usable` of them with an advantage to learn from."""
-        record = self._add(peer_id, "accepted", groups, ACCEPTED * groups, now)
+        record = self._add(peer_id, "accepted", groups, 0.0, now)
         if usable:
             self._add(peer_id, "usable", usable, USABLE * usable, now)
             if (hour := int(self._latest // 3600)) > record.last_hour:
@@ -221,6 +221,12 @@ class PeerBook:
         if not record.first_accepted:  # by a clock that was set back nobody's history may begin earlier
             record.first_accepted = self._latest
         record.last_accepted = max(record.last_accepted, now)
+
+    def useless(self, peer_id: str, groups: int, now: float) -> None:
+        """`groups` of this peer that counted as usable could not be trained on here after all: their merit is gone."""
+        record = self._add(peer_id, "ignored: cannot be trained on", groups, -USABLE * groups, now)
+        record.ignored += groups
+        record.usable = max(0, record.usable - groups)
 
     def ignored(self, peer_id: str, groups: int, now: float, reason: str = OTHER) -> None:
         """`groups` of this peer were of no use here, through nobody's fault."""
@@ -261,7 +267,7 @@ class PeerBook:
     def wanted(self, peer_id: str, now: float) -> bool:
         """Whether to fetch from this peer now."""
         enough = self.enough_aged if self.aged(peer_id, now) else self.enough_new
-        return not enough and self.welcome(peer_id, now)
+        return not enough and self.share(peer_id) not in self.full and self.welcome(peer_id, now)
 
     def aged(self, peer_id: str, now: float) -> bool:
         """Whether this peer worked for a day (`worked_a_day`). What a clock ahead of its time accepted counts later."""

@@ -41,6 +41,12 @@ class StepResult(Struct, frozen=True, kw_only=True):
     skipped: dict[int, str]  # group_id -> why it could not be trained on (prompt too long, ...)
 
 
+class Unfit(Struct, frozen=True, kw_only=True):
+    """Which groups a step would learn nothing from."""
+
+    groups: dict[int, str]  # group_id -> why
+
+
 class ModelInfo(Struct, frozen=True, kw_only=True):
     """The loaded policy."""
 

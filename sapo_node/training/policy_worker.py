@@ -24,6 +24,7 @@ from sapo_node.training.base import (
     StepRequest,
     StepResult,
     TextScore,
+    Unfit,
     Weights,
 )
 from sapo_node.training.drift import score_texts
@@ -60,6 +61,10 @@ class PolicyWorker:
     def step(self, request: StepRequest) -> StepResult:
         """One round's optimiser step."""
         return self._trainer.step(request.groups)
+
+    def unfit(self, request: StepRequest) -> Unfit:
+        """Which groups a step would learn nothing from."""
+        return Unfit(groups=self._trainer.unfit(request.groups))
 
     def share(self, request: ShareRequest) -> Weights:
         """The newest weights, for an engine in another process. A disk that refuses raises."""
@@ -147,6 +152,7 @@ def main() -> None:
         worker.load,
         worker.sample,
         worker.step,
+        worker.unfit,
         worker.score_texts,
         worker.share,
         worker.send,

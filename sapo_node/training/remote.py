@@ -14,6 +14,7 @@ from sapo_node.training.base import (
     StepResult,
     TextScore,
     TrainGroup,
+    Unfit,
     Weights,
 )
 from sapo_node.workers import Worker
@@ -40,6 +41,11 @@ class RemoteTrainer:
     async def step(self, groups: list[TrainGroup]) -> StepResult:
         """One round's optimiser step."""
         return await self._worker.call("step", StepRequest(groups=groups), StepResult, deadline=STEP_SECONDS)
+
+    async def unfit(self, groups: list[TrainGroup]) -> dict[int, str]:
+        """Which groups a step would learn nothing from, and why; by `group_id`."""
+        answer = await self._worker.call("unfit", StepRequest(groups=groups), Unfit, deadline=STEP_SECONDS)
+        return answer.groups
 
     async def score_texts(self) -> TextScore:
         """How likely texts that are no task's are to the policy."""

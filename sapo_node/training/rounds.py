@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from statistics import fmean
 from typing import Final, TypeVar
@@ -47,6 +48,9 @@ LOOK_SECONDS: Final = 1.0  # between two looks at whether a round can be taken w
 NOTHING_DRAWN: Final = SampledGroups(ids=[], rewards_first_drawn=[], tokens=0, seconds=0.0, published=0)
 """Stands for a batch in rounds that are taken while the engine is down."""
 
+MAX_LOOKS: Final = 8
+"""Times in a round that chosen groups of others are looked at and those that cannot be trained on replaced: as many as
+it takes to go through a whole stock (`arrivals.STOCK_ROUNDS`) of such groups."""
 
 Standing = Callable[[str, float], tuple[str, bool]]
 """By peer id and time: whose share a producer's groups are counted for, and whether its work is known for a day."""
@@ -83,9 +87,11 @@ class Rounds:
         clock: Clock = time.time,
         standing: Standing | None = None,
         watch: Watch | None = None,
+        useless: Callable[[str, int, float], None] | None = None,
     ) -> None:
         """`clock` tells seconds since 1970, as groups are dated. Without `standing` every producer is a newcomer that
-        counts by itself. `watch` says how much is taken of others, and what not."""
+        counts by itself. `watch` says how much is taken of others, and what not. `useless` is told whose
+        groups, and how many, cannot be trained on."""
         self._config = config
         self._policy = policy
         self._sampling = sampling
@@ -95,6 +101,7 @@ class Rounds:
         self._events = events
         self._clock = clock
         self._standing = standing
+        self._useless = useless or (lambda producer, groups, now: None)
         self._watch = watch or Unwatched()
         ahead = 1 + config.training.staleness
         self._room = asyncio.Semaphore(ahead)
@@ -216,7 +223,8 @@ class Rounds:
     async def _plan(self, batch: SampledGroups) -> tuple[SampledGroups, RoundPlan, list[Candidate]]:
         """The round's plan, after drawing (or waiting for) what it says is missing; within bounds."""
         give_up = time.monotonic() + self._config.training.shortage_wait_seconds
-        draws = 0
+        draws = looks = 0
+        fit: set[int] = set()  # groups of others that were looked at
         while True:
             training = self._training
             now = self._clock()
@@ -225,6 +233,11 @@ class Rounds:
             # Only this strategy asks for them.
             own = await self._pool.own_rewards(now) if training.strategy == "novelty" else {}
             plan = plan_round(training, self._config.rollouts, local, external, self._rng, own)
+            if looks < MAX_LOOKS and not self._stop.is_set() and not fit.issuperset(plan.external_ids):
+                looks += 1
+                if await self._drop_unfit([i for i in plan.external_ids if i not in fit], now):
+                    continue
+                fit.update(plan.external_ids)
             missing = plan.need_local + plan.resample
             if missing and draws < MAX_EXTRA_DRAWS and self._policy.can_sample and not self._stop.is_set():
                 began = time.monotonic()
@@ -236,6 +249,19 @@ class Rounds:
             else:
                 return batch, plan, [*local, *external]
 
+    async def _drop_unfit(self, ids: list[int], now: float) -> bool:
+        """Remove those of these groups of others that only the policy's tokenizer shows to be too long; whether there
+        were any. Before their use counts, so that others take their places."""
+        groups = await self._pool.look(ids)
+        unfit = await self._policy.unfit(groups)
+        if not unfit:
+            return False
+        log.warning("groups of others cannot be trained on and are left out", reasons=sorted(set(unfit.values())))
+        await self._pool.discard(list(unfit))
+        for producer, count in Counter(group.producer for group in groups if group.group_id in unfit).items():
+            self._useless(producer, count, now)
+        return True
+
     async def _expected_shortage(self) -> int:
         """Own groups to draw at once with the next batch, where the pool cannot fill J: one call instead of two."""
         training = self._training
@@ -246,7 +272,8 @@ class Rounds:
 
     async def _external(self, now: float) -> list[Candidate]:
         """Groups of others to choose from, with what is known of their producers."""
-        stock = await self._pool.external_candidates(now)
+        idle = self._training.external_zero_advantage == "keep"
+        stock = await self._pool.external_candidates(now, idle=idle)
         candidates = [c for c in stock if not self._watch.bars(c.task, producer=c.producer)]
         if self._standing is None:
             return candidates

@@ -123,6 +123,16 @@ def weigh(rows: Sequence[Row], settings: TrainingSection, fixed_length: int) -> 
             row.trained = row.scale != 0.0 and (row.advantage != 0.0 or settings.kl_coef > 0)
 
 
+def unfit(rows: Sequence[Row], skipped: dict[int, str]) -> dict[int, str]:
+    """Of encoded and weighed groups, those that cannot be trained on, and why (by `group_id`): the `skipped` ones, and
+    those whose advantages are all of completions that the loss leaves out."""
+    differing = {row.group_id for row in rows if row.advantage}
+    moving = {row.group_id for row in rows if row.advantage and row.weight and row.tokens}
+    return skipped | dict.fromkeys(
+        sorted(differing - moving), "all that has an advantage is cut or left out of the loss"
+    )
+
+
 def own_mean_logprob(rows: Sequence[Row]) -> float | None:
     """Mean log-prob a token of the own completions, as recorded while sampling; None where none is known."""
     known = [value for row in rows if row.origin == "local" and row.old for value in row.old]

@@ -32,6 +32,8 @@ from typing import Final
 from msgspec import Struct
 
 from sapo_node.config import RolloutsSection, TrainingSection
+from sapo_node.training.advantages import advantages
+from sapo_node.training.scales import completion_weight
 
 PEER_SHARE: Final = 0.25
 """Share of J that a source may have under `capped` however many there are. With four or more it binds only the loud
@@ -95,6 +97,19 @@ Strategy = Callable[[Sequence[Candidate], OwnRewards], list[float]]
 def informative(rewards: Sequence[float]) -> bool:
     """Whether the group has an advantage at all: False when all rewards are equal, or there are none."""
     return any(reward != rewards[0] for reward in rewards)
+
+
+def teaches(rewards: Sequence[float], cut: Sequence[bool], training: TrainingSection) -> bool:
+    """Whether a step on this group of another node moves the policy, as far as its rewards and what it says of the
+    lengths of its completions tell: one of them has an advantage, and a weight in the loss. What only the policy's
+    tokenizer tells is `rows.unfit`."""
+    return informative(rewards) and any(
+        advantage
+        and completion_weight(
+            advantage, truncated, negative=training.external_negative, mask_truncated=training.mask_truncated
+        )
+        for advantage, truncated in zip(advantages(rewards, training.advantage), cut, strict=True)
+    )
 
 
 def uniform(candidates: Sequence[Candidate], own: OwnRewards) -> list[float]:

@@ -114,6 +114,10 @@ class Policy:
         self._faults = 0
         return result
 
+    async def unfit(self, groups: list[TrainGroup]) -> dict[int, str]:
+        """Which groups a step would learn nothing from, and why. Raises PolicyLost or PolicyFailed."""
+        return await self._guarded(lambda: self._trainer.unfit(groups))
+
     async def score_texts(self) -> TextScore:
         """How likely texts that are no task's are to the policy. Raises PolicyLost or PolicyFailed."""
         return await self._guarded(self._trainer.score_texts)

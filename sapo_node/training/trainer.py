@@ -194,6 +194,10 @@ class Trainer:
             policy_version=self.version, metrics=metrics, producer_gradients=measured.producers, skipped=skipped
         )
 
+    def unfit(self, groups: Sequence[TrainGroup]) -> dict[int, str]:
+        """Which of these groups `step` would learn nothing from, and why; by `group_id`."""
+        return rows.unfit(*self._rows(groups))
+
     def _rows(self, groups: Sequence[TrainGroup]) -> tuple[list[Row], dict[int, str]]:
         """All completions of the groups that can be trained on, weighed, and why the other groups cannot."""
         batch, skipped = rows.encode(

@@ -83,7 +83,7 @@ def test_own_past_groups_come_back_and_no_others() -> None:
             for number in range(6):
                 await made.round(number)
                 for node in made.nodes:
-                    found |= {one.producer for one in await node.pool.external_candidates(made._clock())}
+                    found |= {one.producer for one in await node.pool.external_candidates(made._clock(), idle=True)}
         return found
 
     assert asyncio.run(producers()) == {"own past"}

@@ -109,10 +109,10 @@ def test_why_tells_the_score_with_its_reasons(tmp_path: Path, capsys: pytest.Cap
     judged(tmp_path)
     out = told(capsys, "--why", BAD, "--data-dir", str(tmp_path))
     assert re.search(r"standing shunned until 20\d\d-.* \(in \d+ min\)", out)
-    assert "score -148.0" in out
+    assert "score -149.0" in out
     assert "counts as 8.8.8.0/24 reached at /ip4/8.8.8.8/tcp/1" in out
     assert "rejected: configuration out of bounds 5 -150.0 0 s ago" in out
-    assert "accepted 3 +1.5" in out
+    assert "accepted 3 0 s ago usable 1 +1.0" in out
     assert "ignored: stale 2 0 s ago" in out
 
 

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import zstandard
 
-from sapo_node.config import TaskEntry, TasksSection
+from sapo_node.config import TaskEntry, TasksSection, TrainingSection
 from sapo_node.rollouts import codec
 from sapo_node.rollouts.codec import Opened, Rejected
 from sapo_node.rollouts.schema import Completion, Group
@@ -139,6 +139,37 @@ def test_one_answer_64_times_has_no_advantage(node: Node) -> None:
         verified = node.verify(replace(group, completions=answers(*[text] * 64)))
         assert verified.reasons == [Reason.ACCEPTED]
         assert verified.usable == 0
+
+
+def test_one_question_under_many_coordinates_is_judged_once(node: Node) -> None:
+    """Hope: gcd has settings with four questions; one of them 32 times is all that is trained on."""
+    config = {"min_numbers": 2, "max_numbers": 2, "min_value": 1, "max_value": 2}
+    groups = []
+    for index in range(64):
+        task = task_ref(index=index, name="gcd", config=config)
+        question = node.runner.run(node.scorers.question(spec_of(task), node.seed(task)))
+        if not is_eval_question(question.sha256):
+            groups.append(group_of(task, question.sha256, "1", "2"))
+    asked = {group.question_sha256 for group in groups[:32]}
+    verified = node.verify(*groups[:32])
+    assert verified.reasons.count(Reason.ACCEPTED) == len(asked) <= 4
+    assert len(node.judged) == len(asked), "the others cost no scorer"
+    node.runner.run(node.pool.add_external(verified.producer, verified.content_id, verified.groups, 0.0))
+    again = [group for group in groups[32:] if group.question_sha256 in asked]
+    assert set(node.verify(*again).reasons) == {Reason.DUPLICATE}
+
+
+def test_groups_that_are_cut_everywhere_are_no_stock(node: Node) -> None:
+    """Hope: rewards differ, so the group is chosen; all completions say that they were cut, so none is trained on."""
+    group = node.group()
+    cut = replace(group, completions=[replace(one, finish="length") for one in group.completions])
+    verified = node.verify(cut)
+    assert (verified.groups[0].rewards, verified.usable) == ([1.0, 0.0, 1.0], 0)
+    assert node.verify(cut, training=TrainingSection(mask_truncated=False)).usable == 1, (
+        "unless cut ones are trained on"
+    )
+    node.runner.run(node.pool.add_external(verified.producer, verified.content_id, verified.groups, 0.0))
+    assert node.runner.run(node.pool.external_candidates(0.0)) == []
 
 
 def test_empty_completions_are_wrong_answers(node: Node) -> None:

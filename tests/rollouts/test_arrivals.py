@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
@@ -114,8 +115,9 @@ class Node:
         for batch in batches:
             self.runner.run(self.arrivals.take(batch))
 
-    def age(self, peer_id: str) -> None:
-        work_a_day(self.book, peer_id, NOW)
+    def age(self, *peer_ids: str) -> None:
+        for peer_id in peer_ids:
+            work_a_day(self.book, peer_id, NOW)
 
 
 @pytest.fixture
@@ -149,22 +151,71 @@ def test_the_alarms_see_what_is_accepted(make: Any) -> None:
 
 def test_half_of_the_stock_is_kept_for_aged_peers_while_there_are_any(make: Any) -> None:
     node = make(**CAPPED)
-    node.age("old")
+    known = ["old", "older", "oldest", "eldest"]
+    node.age(*known)
     target = STOCK_ROUNDS * 4
-    node.stock("sybil", target, 0)
+    for number in range(4):
+        node.stock(f"sybil{number}", target // 4, 100 * number)
     assert node.look() == target // 2
     assert node.book.wanted("old", NOW)
-    assert not node.book.wanted("sybil", NOW)
-    node.stock("old", target // 2, 1000)
+    assert not node.book.wanted("another sybil", NOW)
+    for number, name in enumerate(known):
+        node.stock(name, target // 8, 1000 + 100 * number)
     assert node.look() == 0
     assert not node.book.wanted("old", NOW)
 
 
 def test_without_aged_peers_newcomers_fill_the_stock(make: Any) -> None:
     node = make(**CAPPED)
-    node.stock("new", 20, 0)
-    assert node.look() == STOCK_ROUNDS * 4 - 20
-    assert node.book.wanted("new", NOW)
+    for number in range(4):
+        assert node.book.wanted("another", NOW)
+        node.stock(f"new{number}", STOCK_ROUNDS, 100 * number)
+        assert node.look() == STOCK_ROUNDS * (3 - number)
+
+
+def test_one_source_must_not_fill_the_stock(make: Any) -> None:
+    """Hope: one batch fills what is kept for newcomers, no other newcomer is fetched, and the cap of the batch's sender
+    doubles for want of others."""
+    node = make(**CAPPED)
+    node.age("old")
+    target = STOCK_ROUNDS * 4
+    node.stock("loud", target, 0)
+    assert node.look() == target - target // 8
+    assert not node.book.wanted("loud", NOW)
+    assert node.book.wanted("quiet", NOW)
+
+
+def test_a_crowd_on_one_network_is_one_source_of_the_stock(make: Any) -> None:
+    """Hope: what one key may not fill, many keys of one host do."""
+    node = make(**CAPPED)
+    for number in range(8):
+        name = f"key{number}"
+        node.book.saw(name, (), NOW)
+        node.book.came_from(name, "/ip4/8.8.8.8/tcp/1")
+        node.stock(name, STOCK_ROUNDS, 100 * number)
+    assert node.look() == 3 * STOCK_ROUNDS
+    assert not node.book.wanted("key0", NOW)
+    assert node.book.wanted("quiet", NOW)
+
+
+def test_groups_without_signal_hide_nobody_and_earn_nothing(make: Any) -> None:
+    """Hope: the newest 1024 groups are mine and teach nothing, so the sampler sees no others and the node stays hungry;
+    what is accepted raises my score."""
+    node = make()
+    node.take(received("honest", groups=5))
+    plain = node.verifier.verify
+
+    async def verify(opened: Opened, now: float) -> Verified:
+        found = await plain(opened, now)
+        return replace(found, groups=[replace(group, rewards=[0.0, 0.0]) for group in found.groups])
+
+    node.verifier.verify = verify
+    for number in range(40):
+        node.take(received("evil", f"batch {number}", groups=32))
+    assert node.producers() == ["honest"]
+    assert node.look() == STOCK_ROUNDS * 4 - 5
+    assert node.book.score("evil", NOW) == 0.0
+    assert node.book.score("honest", NOW) == 5.0
 
 
 def test_an_aged_peer_that_is_gone_holds_nothing_back(make: Any) -> None:
@@ -172,8 +223,8 @@ def test_an_aged_peer_that_is_gone_holds_nothing_back(make: Any) -> None:
     gone = NOW - 2 * AGED_SECONDS
     node.book.saw("old", (), gone - AGED_SECONDS)
     work_a_day(node.book, "old", gone)
-    node.stock("new", 20, 0)
-    assert node.look() == STOCK_ROUNDS * 4 - 20
+    node.stock("new", STOCK_ROUNDS, 0)
+    assert node.look() == STOCK_ROUNDS * 3
 
 
 def test_the_papers_rule_fetches_from_everybody_alike(make: Any) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,9 @@ from typing import Any
 import pytest
 
 from sapo_node.config import RolloutsSection
-from sapo_node.rollouts.pool import NewGroup, Pool, PoolError, coordinates, drawn_at
-from sapo_node.rollouts.schema import TaskRef
+from sapo_node.rollouts import pool_file
+from sapo_node.rollouts.pool import MAX_CANDIDATES, NewGroup, Pool, PoolError, coordinates, drawn_at
+from sapo_node.rollouts.schema import Group, TaskRef
 from sapo_node.swarm.protocol import MAX_INDEX
 from sapo_node.tasks.base import TaskSpec, config_hash
 from sapo_node.training.base import TrainCompletion
@@ -46,6 +48,14 @@ def new_group(index: int = 0, **changes: Any) -> NewGroup:
         "policy_version": 0,
     }
     return NewGroup(task=task, **(fields | changes))
+
+
+def wire(*groups: NewGroup) -> list[Group]:
+    """Groups as they arrive."""
+    return [
+        Group(task=g.task, question_sha256=g.question_sha256, completions=[], sampled_at=NOW, policy_version=0)
+        for g in groups
+    ]
 
 
 @pytest.fixture
@@ -143,6 +153,21 @@ def test_yields_count_recent_groups_of_all_by_task_and_settings(path: Path) -> N
     with_pool(path, use)
 
 
+def test_one_peer_cannot_outweigh_what_this_node_sees_itself(path: Path) -> None:
+    """Hope: groups of mine without signal make a node stop asking its best task (or with it, ask one it learns nothing
+    from)."""
+
+    async def use(pool: Pool) -> None:
+        await pool.add_local("me", [new_group(i, rewards=HALF) for i in range(40)], NOW)
+        for start in range(0, 1024, 64):
+            flood = [new_group(start + i, rewards=RIGHT) for i in range(64)]
+            await pool.add_external("evil", start.to_bytes(32, "big"), flood, NOW)
+        [counted] = (await pool.yields(NOW)).values()
+        assert counted == (40, 80)
+
+    with_pool(path, use)
+
+
 def test_own_rewards_are_means_by_task_over_recent_groups_used_or_not(path: Path) -> None:
     async def use(pool: Pool) -> None:
         await keep_recent(pool, [RIGHT, HALF, HALF, RIGHT])
@@ -164,7 +189,7 @@ def test_local_candidates_are_unused_and_within_staleness(path: Path) -> None:
 
 def test_external_candidates_are_young_and_have_uses_left(path: Path) -> None:
     async def use(pool: Pool) -> None:
-        groups = [new_group(0), new_group(1), new_group(2, epoch=EPOCH - 20), new_group(3, rewards=[0.0, 0.0])]
+        groups = [new_group(0), new_group(1), new_group(2, epoch=EPOCH - 20), new_group(3)]
         ids = await pool.add_external("peer", bytes(32), groups, NOW)
         await pool.consume([ids[0]], 1)
         found = {c.group_id: c for c in await pool.external_candidates(NOW)}
@@ -220,7 +245,7 @@ def test_a_used_and_expired_group_is_still_known(path: Path) -> None:
         await pool.consume(await pool.add_external("peer", bytes(32), [group], NOW), 1)
         await pool.expire(NOW + 300, policy_version=0, max_staleness=0)
         assert (await pool.stats()).external == 0
-        assert await pool.known("peer", [group.task, new_group(1).task]) == [True, False]
+        assert await pool.known("peer", wire(group, new_group(1))) == [True, False]
         assert await pool.add_external("peer", b"c" * 32, [group], NOW) == []
 
     with_pool(path, use)
@@ -330,16 +355,94 @@ def test_expire_drops_own_groups_that_no_step_may_use(path: Path) -> None:
     with_pool(path, use)
 
 
-def test_the_oldest_go_first_and_unused_own_groups_last(path: Path) -> None:
+def test_the_oldest_of_who_holds_most_go_first_and_unused_own_groups_last(path: Path) -> None:
     async def use(pool: Pool) -> None:
         own = await pool.add_local("me", [new_group(i) for i in range(10)], NOW)
         await pool.consume(own[:2], 1)
         others = await pool.add_external("peer", bytes(32), [new_group(i) for i in range(60)], NOW)
         left = await pool.consume([*own, *others], 2)
-        assert [g.group_id for g in left] == [*own[2:], *others[4:]]
+        assert [g.group_id for g in left] == [*own[2:], *others[6:]]
         assert (await pool.stats()).evicted == 6
 
     with_pool(path, use, max_groups=64)
+
+
+def test_long_groups_of_one_peer_displace_nobody_else(path: Path) -> None:
+    """Hope: texts that are long, and cost nothing on the wire, push all honest groups out of the pool."""
+    text = [TrainCompletion(text="x" * 65_536, finish="stop")] * 2
+
+    async def use(pool: Pool) -> None:
+        for peer in range(10):
+            await pool.add_external(f"honest {peer}", bytes([peer]) * 32, [new_group(i) for i in range(20)], NOW)
+        for start in range(0, 64, 16):
+            flood = [new_group(start + i, completions=text) for i in range(16)]
+            await pool.add_external("evil", bytes([100 + start]) * 32, flood, NOW)
+        left = Counter(c.producer for c in await pool.external_candidates(NOW))
+        assert [left[f"honest {peer}"] for peer in range(10)] == [20] * 10
+        assert 0 < left["evil"] < 64
+
+    with_pool(path, use, max_bytes=4 << 20)
+
+
+def test_many_groups_of_one_peer_hide_nobody_else(path: Path) -> None:
+    """Hope: the newest groups are looked at, so a thousand of mine leave no room for others."""
+
+    async def use(pool: Pool) -> None:
+        await pool.add_external("honest", b"h" * 32, [new_group(i) for i in range(20)], NOW)
+        for start in range(0, 2 * MAX_CANDIDATES, 64):
+            content_id = start.to_bytes(32, "big")
+            await pool.add_external("evil", content_id, [new_group(start + i) for i in range(64)], NOW)
+        found = Counter(c.producer for c in await pool.external_candidates(NOW))
+        assert found == {"honest": 20, "evil": MAX_CANDIDATES - 20}
+
+    with_pool(path, use)
+
+
+def test_what_teaches_nothing_goes_before_all_else(path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        for number in range(32):
+            filler = new_group(number, rewards=[1.0, 1.0])
+            await pool.add_external(f"key {number}", number.to_bytes(32, "big"), [filler], NOW)
+        await pool.add_external("honest", b"h" * 32, [new_group(i) for i in range(64)], NOW)
+        assert len(await pool.external_candidates(NOW)) == 64
+        assert (await pool.stats()).external == 64
+
+    with_pool(path, use, max_groups=64)
+
+
+def test_one_question_under_many_coordinates_is_one_group(path: Path) -> None:
+    """Hope: where a task has few questions, one of them under many coordinates is all of J, used or not."""
+    same = [new_group(i, question_sha256=bytes(32)) for i in range(8)]
+
+    async def use(pool: Pool) -> None:
+        ids = await pool.add_external("peer", b"a" * 32, same[:4], NOW)
+        assert len(ids) == 1
+        await pool.consume(ids, 1)
+        assert await pool.known("peer", wire(*same[4:])) == [True] * 4
+        assert await pool.add_external("peer", b"b" * 32, same[4:], NOW) == [], "used is used"
+        assert len(await pool.add_external("another", b"c" * 32, same[4:], NOW)) == 1
+        assert (await pool.stats()).duplicates == 10
+
+    with_pool(path, use)
+
+
+def test_a_file_of_the_first_version_goes_on(path: Path) -> None:
+    db = sqlite3.connect(path)
+    for statement in pool_file._FIRST.split(";"):
+        db.execute(statement)
+    db.execute("PRAGMA user_version = 1")
+    db.execute(f"PRAGMA application_id = {pool_file.APPLICATION_ID}")
+    db.execute("INSERT INTO meta VALUES ('seq.batch', 7)")
+    db.commit()
+    db.close()
+
+    async def use(pool: Pool) -> None:
+        assert await pool.next_seq("batch") == 8
+        await pool.add_external("peer", bytes(32), [new_group()], NOW)
+        assert len(await pool.external_candidates(NOW)) == 1
+
+    with_pool(path, use)
+    with_pool(path, nothing)
 
 
 def test_the_file_stays_within_its_bytes(path: Path) -> None:
@@ -566,7 +669,7 @@ def test_kill_9_loses_nothing_that_was_promised(path: Path, lines: int) -> None:
     async def check(pool: Pool) -> None:
         assert (await pool.stats()).external >= len(ids) >= lines
         assert await pool.consume(ids, indices[-1]) == [], "used stays used, whatever the round"
-        assert await pool.known("peer", [new_group(i).task for i in indices]) == [True] * len(ids)
+        assert await pool.known("peer", wire(*map(new_group, indices))) == [True] * len(ids)
         assert await pool.next_seq("batch") > seqs[-1]
 
     with_pool(path, check)

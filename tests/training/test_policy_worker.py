@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from sapo_node.inference.base import SamplingParams
 from sapo_node.inference.transformers import TransformersEngine
@@ -48,6 +49,8 @@ def test_load_sample_step_save_resume(tmp_path: Path) -> None:
             rewards=[1.0, 0.0, 0.0, 1.0],
             policy_version=batch.policy_version,
         )
+        long = structs.replace(group, group_id=2, question="1 + " * 5000)
+        assert list(await trainer.unfit([long])) == [2]
         result = await trainer.step([group])
         assert result.policy_version == 1
         assert result.skipped == {}

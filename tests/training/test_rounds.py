@@ -3,6 +3,7 @@
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -59,12 +60,16 @@ class ToyPolicy:
         self.version = 0
         self.seconds = seconds
         self.steps: list[list[TrainGroup]] = []
+        self.too_long: set[str] = set()  # whose groups it cannot be trained on
 
     async def step(self, groups: list[TrainGroup]) -> StepResult:
         await asyncio.sleep(self.seconds)
         self.version += 1
         self.steps.append(groups)
         return StepResult(policy_version=self.version, metrics={"loss": 0.5}, producer_gradients={}, skipped={})
+
+    async def unfit(self, groups: list[TrainGroup]) -> dict[int, str]:
+        return {group.group_id: "too long" for group in groups if group.producer in self.too_long}
 
     async def settled(self) -> None:
         pass
@@ -226,6 +231,19 @@ def test_groups_of_a_task_with_an_alarm_stay_in_the_pool(tmp_path: Path) -> None
     known = {"watch": watch}
     records, _, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, count=1, prepare=crowd, rounds=known))
     assert (records[0].external_groups, records[0].shortage) == (0, 4)
+
+
+def test_groups_too_long_for_the_policy_are_replaced_and_earn_nothing(tmp_path: Path) -> None:
+    """Hope: groups that look usable and have no gradient use up J round after round, so the node trains alone."""
+    policy, told = ToyPolicy(), Counter[str]()
+    policy.too_long = {"new-a", "new-b"}
+    training = {"local_groups": 1, "external_groups": 4}
+    known = {"useless": lambda peer_id, groups, now: told.update({peer_id: groups})}
+    more = {"count": 1, "prepare": crowd, "rounds": known, "policy": policy}
+    records, _, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, **more))
+    assert records[0].external_producers == {"old": 2}
+    assert told == {"new-a": 10, "new-b": 10}
+    assert records[0].local_groups == 3, "what is missing to J is drawn instead"
 
 
 def test_own_groups_are_drawn_at_once_for_what_the_rule_will_leave_out(tmp_path: Path) -> None:

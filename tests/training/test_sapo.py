@@ -18,6 +18,7 @@ from sapo_node.training.sapo import (
     novelty,
     peer_cap,
     plan_round,
+    teaches,
 )
 
 MIXED = (1.0, 0.0, 0.0, 0.0)
@@ -256,6 +257,25 @@ def test_learnability_survives_rewards_that_hardly_differ() -> None:
 @pytest.mark.parametrize(("rewards", "expected"), [((), False), ((1.0,), False), (FLAT, False), (MIXED, True)])
 def test_informative(rewards: tuple[float, ...], expected: bool) -> None:
     assert informative(rewards) is expected
+
+
+@pytest.mark.parametrize(
+    ("rewards", "cut", "settings", "expected"),
+    [
+        ((1.0, 0.0), (False, False), {}, True),
+        ((1.0, 0.0), (True, False), {}, True),
+        ((1.0, 0.0), (True, True), {}, False),
+        ((1.0, 0.0), (True, True), {"mask_truncated": False}, True),
+        ((1.0, 0.0), (True, False), {"external_negative": "drop"}, False),
+        ((1.0, 0.5, 0.0), (True, False, True), {}, False),  # what is left has no advantage
+        ((1.0, 1.0), (False, False), {}, False),
+        ((1.0, 1.0 - 1e-9), (False, False), {}, False),
+    ],
+)
+def test_a_group_teaches_if_a_completion_has_an_advantage_and_a_weight(
+    rewards: tuple[float, ...], cut: tuple[bool, ...], settings: dict[str, Any], expected: bool
+) -> None:
+    assert teaches(rewards, cut, TrainingSection(**settings)) is expected
 
 
 def test_novelty_prefers_tasks_that_this_node_cannot_do() -> None:

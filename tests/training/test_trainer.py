@@ -200,6 +200,19 @@ def test_prompts_that_are_too_long_are_skipped_with_the_reason() -> None:
     assert "its prompt has" in one.step([group(5)]).skipped[5]
 
 
+def test_groups_that_only_the_tokenizer_shows_to_be_useless_are_told_before_a_step() -> None:
+    """Hope: a question too long for the prompt, or answers that say "stop" and are cut when they are encoded."""
+    one = trainer()
+    long = group(1, texts=["x y " * 5000] * 4)
+    half = group(2, texts=["x y " * 5000, *TEXTS[1:]])
+    assert one.unfit([group(0), long, half, group(3, (0, 0, 0, 0))]) == {
+        1: "all that has an advantage is cut or left out of the loss"
+    }
+    assert one.version == 0
+    one.max_prompt = 3
+    assert "its prompt has" in one.unfit([group(5)])[5]
+
+
 def test_external_completions_of_any_length_are_bounded() -> None:
     one = trainer()
     rows, _ = one._rows([group(0, texts=["x y " * 5000, "", "", ""])])

@@ -143,6 +143,10 @@ class LocalPolicy:
         """One optimiser step."""
         return self.trainer.step(groups)
 
+    async def unfit(self, groups: list[TrainGroup]) -> dict[int, str]:
+        """Which groups a step would learn nothing from."""
+        return self.trainer.unfit(groups)
+
     async def score_texts(self) -> TextScore:
         """How likely texts that are no task's are to it."""
         return score_texts(self.trainer.policy)
