@@ -93,7 +93,7 @@ class LocalScorers(ScorerPool):
         made = gym.entry(dataset, spec.name, seed)
         rewards = [gym.reward(dataset, spec.name, made, text) for text in texts]
         question = Question(text=made["question"], sha256=question_sha256(made["question"]))
-        judged = Judged(question=question, rewards=rewards, truth=answer_digest(made["answer"]))
+        judged = Judged(question=question, rewards=rewards, truth=answer_digest(gym.plain_truth(spec.name, made)))
         if len(self._verdicts) >= KEPT_VERDICTS:
             self._verdicts.clear()
         self._verdicts[key] = judged
