@@ -69,7 +69,6 @@ class Watch:
         clock: Callable[[], float] = time.time,
     ) -> None:
         """`measure_every` counts rounds; 0: MEASURE_EVERY. `began` and `ended` are told the sentence of an alarm."""
-        self.share: Callable[[str], str] = lambda producer: producer  # who counts as one: `PeerBook.share`
         self._every = measure_every or MEASURE_EVERY
         self._began, self._ended, self._clock = began, ended, clock
         self._hack, self._collapse, self._drift = RewardHack(), Collapse(), Drift()
@@ -101,12 +100,11 @@ class Watch:
                     sums.tokens += len(completion.logprobs)
                     sums.surprise -= sum(completion.logprobs)
 
-    def external(self, groups: Sequence[NewGroup], producer: str) -> None:
-        """Groups of another that were verified and judged here."""
+    def external(self, groups: Sequence[NewGroup], share: str) -> None:
+        """Groups of another that were verified and judged here; `share` is what it counts for."""
         for group in groups:
             if (found := _answers(group)) is not None:
-                task, share = group.task, self.share(producer)
-                self._tell(self._hack.others(task.name, task.config_hash, share, found, self._clock()))
+                self._tell(self._hack.others(group.task.name, group.task.config_hash, share, found, self._clock()))
 
     async def close(self, record: RoundRecord, policy: Scorable) -> RoundRecord:
         """A round is over: its record with the numbers on the policy. Looks at the fixed texts every some rounds."""
@@ -156,10 +154,10 @@ class Watch:
 
     # -- what follows -------------------------------------------------------------------------------------------------
 
-    def bars(self, task: str, settings: bytes = b"", producer: str = "") -> bool:
+    def bars(self, task: str, settings: bytes = b"", share: str = "") -> bool:
         """Whether others' groups of a task are left aside: all of them, those with these settings (their hash), or
-        those of what this producer counts for."""
-        return self._hack.lasts(task, settings, self.share(producer) if producer else "")
+        those of this share."""
+        return self._hack.lasts(task, settings, share)
 
     def limit(self, training: TrainingSection) -> TrainingSection:
         """The settings of a round: as they are, or with half of J while the policy seems to collapse."""
@@ -218,5 +216,5 @@ class Unwatched(Watch):
     def own(self, groups: Sequence[NewGroup]) -> None:
         """Not looked at."""
 
-    def external(self, groups: Sequence[NewGroup], producer: str) -> None:
+    def external(self, groups: Sequence[NewGroup], share: str) -> None:
         """Not looked at."""

@@ -26,7 +26,7 @@ from sapo_node.swarm.exchange import Exchange, Received
 from sapo_node.swarm.peers import PeerBook
 from sapo_node.tasks.mixture import Mixture
 from sapo_node.tasks.scoring import ScorerPool
-from sapo_node.training.sapo import PEER_SHARE, informative
+from sapo_node.training.sapo import PEER_SHARE
 
 log = structlog.get_logger(__name__)
 
@@ -53,7 +53,6 @@ class Arrivals:
     ) -> None:
         """`watch` sees what is accepted, and says of which tasks nothing is."""
         self._watch = watch or Unwatched()
-        self._watch.share = book.share
         self._target = STOCK_ROUNDS * config.training.external_groups
         self._missing = self._target
         self._licences = {licence.strip().lower() for licence in config.swarm.accept_licences}
@@ -75,7 +74,7 @@ class Arrivals:
             known=pool,
             quarantine=Quarantine(book),
             max_completions=config.rollouts.completions_per_task,
-            barred=self._watch.bars,
+            barred=self._barred,
             training=config.training,
         )
 
@@ -100,11 +99,7 @@ class Arrivals:
         """Look at the pool; `want`, and from whom, follows from it."""
         now, book = self._clock(), self._book
         candidates = await self._pool.external_candidates(now)
-        usable = [
-            c.producer
-            for c in candidates
-            if informative(c.rewards) and not self._watch.bars(c.task, producer=c.producer)
-        ]
+        usable = [c.producer for c in candidates if not self._barred(c.task, b"", c.producer)]
         book.enough_aged, book.enough_new, book.full = False, False, frozenset()
         if not book.fair:
             self._missing = max(0, self._target - len(usable))
@@ -119,6 +114,9 @@ class Arrivals:
         missing_aged = self._lacking(aged, aged_part)
         book.enough_new, book.enough_aged = not missing_new, not missing_aged
         self._missing = missing_new + missing_aged
+
+    def _barred(self, task: str, settings: bytes, producer: str) -> bool:
+        return self._watch.bars(task, settings=settings, share=self._book.share(producer))
 
     def _lacking(self, producers: Iterable[str], wanted: int) -> int:
         """How many groups are missing to `wanted`, if no share counts for more than a quarter of them; one that has its
@@ -161,7 +159,7 @@ class Arrivals:
 
     async def _keep(self, verified: Verified, now: float) -> None:
         await self._pool.add_external(verified.producer, verified.content_id, verified.groups, now)
-        self._watch.external(verified.groups, verified.producer)
+        self._watch.external(verified.groups, self._book.share(verified.producer))
         self._judge_sender(verified, now)
         await self.count_stock()
 

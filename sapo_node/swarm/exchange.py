@@ -424,13 +424,11 @@ class Exchange:
         return opened
 
     def _fetch_failed(self, wanted: Wanted, error: FetchFailed | NetworkError) -> None:
-        fault = isinstance(error, FetchFailed) and error.fault
-        give_up = isinstance(error, FetchFailed) and (error.fault or error.gone)
+        why = error if isinstance(error, FetchFailed) else FetchFailed(str(error))
         now = time.time()
-        busy = isinstance(error, FetchFailed) and error.busy
-        self._catalogue.failed(wanted, now, give_up=give_up, busy=busy)
+        self._catalogue.failed(wanted, now, give_up=why.fault or why.gone, busy=why.busy)
         self.stats.fetch_failures += 1
-        if fault:
+        if why.fault:
             self.stats.fetch_faults += 1
             self.book.rejected(wanted.peer_id, now)
         log.debug("fetching from %s failed: %s", wanted.peer_id, error)

@@ -11,8 +11,9 @@ the score alone and is only counted. Being unreachable is no fault either; `cata
 The owner's word comes before any score, and of his words a denial before an allowance: `deny` and `allow` are the
 settings', `denied` is what was said by command (`denials.py`).
 
-A peer is *aged* when its accepted groups lie a day apart: identities are free, a day of work is not. Under the rule
-`capped` of the sampler half of J comes from aged peers; `standing` tells who is, and for whose share a peer counts.
+A peer is *aged* when it worked for a day, its usable groups in several hours of it: identities are free, work is not.
+Under the rule `capped` of the sampler half of J comes from aged peers; `standing` tells who is, and for whose share a
+peer counts.
 
 Everything here is computed from the times passed in; only `load_peers` and `save_peers` touch the disk.
 """
@@ -227,6 +228,8 @@ class PeerBook:
         record = self._add(peer_id, "ignored: cannot be trained on", groups, -USABLE * groups, now)
         record.ignored += groups
         record.usable = max(0, record.usable - groups)
+        if not record.usable:
+            record.hours = 0
 
     def ignored(self, peer_id: str, groups: int, now: float, reason: str = OTHER) -> None:
         """`groups` of this peer were of no use here, through nobody's fault."""

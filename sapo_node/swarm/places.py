@@ -61,8 +61,9 @@ def has_place(streams: Streams, peer_id: str, protocol: str, now: float, known: 
     patience = 0.0 if known(peer_id) else FAIR_SECONDS
     idle = [one for one in named if not one[1].reader.asked]
     slow = [one for one in named if now - one[1].since >= patience and not known(one[1].peer_id)]
-    for task, stream in [*idle, *slow][:1]:
-        del streams[task]
-        stream.writer.transport.abort()  # its handler meets the end of the stream
-        return True
-    return False
+    if not (ending := [*idle, *slow]):
+        return False
+    task, stream = ending[0]
+    del streams[task]
+    stream.writer.transport.abort()  # its handler meets the end of the stream
+    return True

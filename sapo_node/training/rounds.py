@@ -90,8 +90,8 @@ class Rounds:
         useless: Callable[[str, int, float], None] | None = None,
     ) -> None:
         """`clock` tells seconds since 1970, as groups are dated. Without `standing` every producer is a newcomer that
-        counts by itself. `watch` says how much is taken of others, and what not. `useless` is told whose
-        groups, and how many, cannot be trained on."""
+        counts by itself. `watch` says how much is taken of others, and what not. `useless` is told whose groups, and
+        how many, cannot be trained on."""
         self._config = config
         self._policy = policy
         self._sampling = sampling
@@ -256,7 +256,8 @@ class Rounds:
         unfit = await self._policy.unfit(groups)
         if not unfit:
             return False
-        log.warning("groups of others cannot be trained on and are left out", reasons=sorted(set(unfit.values())))
+        # Whoever likes can send such groups all day: their sender's account tells of them, not the log.
+        log.debug("groups of others cannot be trained on and are left out", reasons=sorted(set(unfit.values())))
         await self._pool.discard(list(unfit))
         for producer, count in Counter(group.producer for group in groups if group.group_id in unfit).items():
             self._useless(producer, count, now)
@@ -274,14 +275,13 @@ class Rounds:
         """Groups of others to choose from, with what is known of their producers."""
         idle = self._training.external_zero_advantage == "keep"
         stock = await self._pool.external_candidates(now, idle=idle)
-        candidates = [c for c in stock if not self._watch.bars(c.task, producer=c.producer)]
-        if self._standing is None:
-            return candidates
-        standing = {producer: self._standing(producer, now) for producer in {c.producer for c in candidates}}
-        return [
-            structs.replace(c, source=source, aged=aged)
-            for c, (source, aged) in ((c, standing[c.producer]) for c in candidates)
-        ]
+        if self._standing is not None:
+            standing = {producer: self._standing(producer, now) for producer in {c.producer for c in stock}}
+            stock = [
+                structs.replace(c, source=source, aged=aged)
+                for c, (source, aged) in ((c, standing[c.producer]) for c in stock)
+            ]
+        return [c for c in stock if not self._watch.bars(c.task, share=c.counts_for)]
 
     async def _usable_external(self) -> int:
         external = await self._external(self._clock())

@@ -243,6 +243,15 @@ def test_two_groups_a_day_apart_or_filler_all_day_are_no_day_of_work() -> None:
     assert not book.aged("filler", NOW + DAY)
 
 
+def test_groups_that_could_not_be_trained_on_are_no_work() -> None:
+    book = PeerBook()
+    for hour in range(25):
+        book.accepted("a", groups=1, usable=1, now=NOW + 3600 * hour)
+        book.useless("a", 1, NOW + 3600 * hour)
+    assert not book.gave("a")
+    assert not book.aged("a", NOW + DAY)
+
+
 def test_many_groups_in_one_hour_are_one_hour() -> None:
     book = PeerBook()
     for second in range(100):

@@ -18,8 +18,7 @@ ROUNDS = 100  # the horizon: held-out scores of the plain arms still rise there,
 MAKE = "python scripts/make_tiny_model.py --preset benchmark"
 WEAKENED = 110  # steps; of the bases that all stages but `dose` use
 BASES = {f"base-{seed}": f"{MAKE} --seed {seed} --weaken-steps {WEAKENED}" for seed in (0, 11, 12, 13)}
-
-BASES[SECOND_BASE] = f"{MAKE} --family gpt_neox --seed 0 --weaken-steps {WEAKENED}"
+BASES |= {SECOND_BASE: f"{MAKE} --family gpt_neox --seed 0 --weaken-steps {WEAKENED}"}
 
 # Dose-response: bases that can do less and more at the start.
 DOSES = {f"weak-{steps}": f"{MAKE} --seed 0 --weaken-steps {steps}" for steps in (50, 70, 90, 180)}
