@@ -31,10 +31,13 @@ async def echo(_peer: str, reader: asyncio.StreamReader, writer: asyncio.StreamW
 
 
 async def echoed(streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], data: bytes) -> bytes:
+    """The answer; nothing where the stream was ended without one, before or after the request came."""
     reader, writer = streams
     writer.write(len(data).to_bytes(4, "big") + data)
     try:
         return await reader.read(-1)
+    except ConnectionResetError:
+        return b""
     finally:
         writer.close()
 
