@@ -36,7 +36,7 @@ async def echoed(streams: tuple[asyncio.StreamReader, asyncio.StreamWriter], dat
     writer.write(len(data).to_bytes(4, "big") + data)
     try:
         return await reader.read(-1)
-    except ConnectionResetError:
+    except ConnectionError:
         return b""
     finally:
         writer.close()
