@@ -210,8 +210,10 @@ def test_idle_streams_lock_nobody_out(on_loopback: Any, monkeypatch: pytest.Monk
             writer.write(asked)
 
         await a.serve_stream(PROTOCOL, patient)
-        asking, idle = await b.open_stream(a.peer_id, PROTOCOL), await c.open_stream(a.peer_id, PROTOCOL)
+        asking = await b.open_stream(a.peer_id, PROTOCOL)
         asking[1].write(b"mine")
+        await soon(lambda: [s.reader.asked for s in a._streams.values()] == [True])
+        idle = await c.open_stream(a.peer_id, PROTOCOL)
         await soon(lambda: [s.reader.asked for s in a._streams.values()] == [True, False])
         new = asyncio.create_task(echoed(await d.open_stream(a.peer_id, PROTOCOL), b""))
         async with asyncio.timeout(3):
