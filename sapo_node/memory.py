@@ -49,7 +49,6 @@ MOST_OF_A_GPU: Final = 0.9  # vLLM's own default, where it has a GPU for itself
 
 # As in the code that is modelled here; tests compare them (importing that code would import torch).
 CHUNK_LOGITS: Final = 1 << 24
-EXTERNAL_LENGTH: Final = 2
 VERSIONS_AT_ONCE: Final = 2
 RESERVE_BYTES: Final = 16 << 20
 
@@ -301,8 +300,7 @@ def adapter_numbers(shape: ModelShape, rank: int) -> int:
 def training_tokens(config: NodeConfig, shape: ModelShape) -> int:
     """Tokens of the largest micro-batch: the setting, one whole completion, or all of a round where that is less."""
     settings = config.training
-    one = config.inference.max_prompt_tokens + EXTERNAL_LENGTH * config.inference.max_completion_tokens
-    most = max(settings.micro_batch_tokens, min(one, shape.positions))
+    most = max(settings.micro_batch_tokens, sequence_tokens(config, shape))
     if settings.external_groups and config.swarm.enabled:
         return most  # others' groups have as many completions as they like
     length = config.inference.max_completion_tokens * config.rollouts.completions_per_task

@@ -16,7 +16,7 @@ from sapo_node.config import NodeConfig
 from sapo_node.inference import weights
 from sapo_node.memory import GIB, Layout, Needs, Place, gpu_share, needs
 from sapo_node.model_shape import ModelShape, read_shape
-from sapo_node.training import adapters, logprobs, rows
+from sapo_node.training import adapters, logprobs
 from tests import train_apart
 from tests.tiny import FAMILIES, Family, make_model, make_tokenizer, write_model
 
@@ -46,7 +46,6 @@ def size(needed: Needs, name: str, place: Place = "memory") -> int:
 
 def test_constants_are_those_of_the_code() -> None:
     assert memory.CHUNK_LOGITS == logprobs.CHUNK_LOGITS
-    assert memory.EXTERNAL_LENGTH == rows.EXTERNAL_LENGTH
     assert memory.VERSIONS_AT_ONCE == weights.VERSIONS_AT_ONCE
     assert memory.RESERVE_BYTES == weights.RESERVE_BYTES
 
@@ -151,9 +150,9 @@ def test_positions_bound_the_cache() -> None:
 
 def test_longer_completions_need_a_larger_cache_and_longer_passes() -> None:
     short, long = (
-        needs(HALF_BILLION, config(inference={"max_completion_tokens": tokens}), ALONE) for tokens in (256, 16_384)
+        needs(HALF_BILLION, config(inference={"max_completion_tokens": tokens}), ALONE) for tokens in (256, 32_000)
     )
-    rows = 256 * (16_384 - 256)
+    rows = 256 * (32_000 - 256)
     cache = size(long, "key-value cache") - size(short, "key-value cache")
     assert cache == pytest.approx(rows * HALF_BILLION.kv_numbers * 4 * 25 / 24)
     assert size(long, "activations") > size(short, "activations")
@@ -170,7 +169,7 @@ def test_a_whole_completion_must_fit_into_a_pass() -> None:
     settings = config(
         training={"micro_batch_tokens": 1}, inference={"max_prompt_tokens": 100, "max_completion_tokens": 50}
     )
-    assert memory.training_tokens(settings, HALF_BILLION) == 200  # others' texts may take twice our length
+    assert memory.training_tokens(settings, HALF_BILLION) == 150
 
 
 def test_a_node_alone_is_bounded_by_its_own_round() -> None:

@@ -14,9 +14,6 @@ from sapo_node.training.encoding import Untrainable
 from sapo_node.training.policy import Policy
 from sapo_node.training.scales import NegativeRule, completion_weight, stream_shares, token_scales
 
-# Another tokenizer may need more tokens for a text; beyond this an external completion counts as cut by length.
-EXTERNAL_LENGTH = 2
-
 # Characters a token stands for at most, as far as a text is read; runs of blanks in large vocabularies come near.
 MAX_TOKEN_CHARS = 64
 
@@ -73,7 +70,8 @@ def _encode(
     """A group as rows. Raises Untrainable."""
     values = advantages(group.rewards, training.advantage)
     room = policy.max_length - len(prompt)
-    external_limit = min(room, EXTERNAL_LENGTH * inference.max_completion_tokens)
+    # As if this node had sampled it: a text that it could never finish would only teach it to be cut off.
+    external_limit = min(room, inference.max_completion_tokens)
     textual = [one for one in group.completions if one.token_ids is None]
     # Cut before encoding: a stranger's megabyte of text would cost seconds and be cut afterwards.
     texts = [one.text[: MAX_TOKEN_CHARS * external_limit] for one in textual]
@@ -124,13 +122,12 @@ def weigh(rows: Sequence[Row], settings: TrainingSection, fixed_length: int) -> 
 
 
 def unfit(rows: Sequence[Row], skipped: dict[int, str]) -> dict[int, str]:
-    """Of encoded and weighed groups, those that cannot be trained on, and why (by `group_id`): the `skipped` ones, and
-    those whose advantages are all of completions that the loss leaves out."""
+    """Of encoded and weighed groups of others, those that cannot be trained on, and why (by `group_id`): the `skipped`
+    ones, and those whose better completions the loss leaves out. The others alone would only push the policy away from
+    texts, to where nobody says."""
     differing = {row.group_id for row in rows if row.advantage}
-    moving = {row.group_id for row in rows if row.advantage and row.weight and row.tokens}
-    return skipped | dict.fromkeys(
-        sorted(differing - moving), "all that has an advantage is cut or left out of the loss"
-    )
+    leading = {row.group_id for row in rows if row.advantage > 0 and row.weight and row.tokens}
+    return skipped | dict.fromkeys(sorted(differing - leading), "its better completions are too long or were cut")
 
 
 def own_mean_logprob(rows: Sequence[Row]) -> float | None:

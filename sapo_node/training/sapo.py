@@ -33,7 +33,6 @@ from msgspec import Struct
 
 from sapo_node.config import RolloutsSection, TrainingSection
 from sapo_node.training.advantages import advantages
-from sapo_node.training.scales import completion_weight
 
 PEER_SHARE: Final = 0.25
 """Share of J that a source may have under `capped` however many there are. With four or more it binds only the loud
@@ -100,14 +99,11 @@ def informative(rewards: Sequence[float]) -> bool:
 
 
 def teaches(rewards: Sequence[float], cut: Sequence[bool], training: TrainingSection) -> bool:
-    """Whether a step on this group of another node moves the policy, as far as its rewards and what it says of the
-    lengths of its completions tell: one of them has an advantage, and a weight in the loss. What only the policy's
-    tokenizer tells is `rows.unfit`."""
+    """Whether a step on this group of another node leads the policy anywhere, as far as its rewards and what it says of
+    the lengths of its completions tell: one of them is better than their mean, and has a weight in the loss. What only
+    the policy's tokenizer tells is `rows.unfit`."""
     return informative(rewards) and any(
-        advantage
-        and completion_weight(
-            advantage, truncated, negative=training.external_negative, mask_truncated=training.mask_truncated
-        )
+        advantage > 0 and not (truncated and training.mask_truncated)
         for advantage, truncated in zip(advantages(rewards, training.advantage), cut, strict=True)
     )
 

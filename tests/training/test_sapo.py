@@ -263,16 +263,17 @@ def test_informative(rewards: tuple[float, ...], expected: bool) -> None:
     ("rewards", "cut", "settings", "expected"),
     [
         ((1.0, 0.0), (False, False), {}, True),
-        ((1.0, 0.0), (True, False), {}, True),
+        ((1.0, 0.0), (False, True), {}, True),
+        ((1.0, 0.0), (True, False), {}, False),  # it would say only what not to write
         ((1.0, 0.0), (True, True), {}, False),
         ((1.0, 0.0), (True, True), {"mask_truncated": False}, True),
-        ((1.0, 0.0), (True, False), {"external_negative": "drop"}, False),
+        ((1.0, 1.0, 0.0), (True, False, False), {}, True),
         ((1.0, 0.5, 0.0), (True, False, True), {}, False),  # what is left has no advantage
         ((1.0, 1.0), (False, False), {}, False),
         ((1.0, 1.0 - 1e-9), (False, False), {}, False),
     ],
 )
-def test_a_group_teaches_if_a_completion_has_an_advantage_and_a_weight(
+def test_a_group_teaches_if_a_completion_that_counts_is_better_than_others(
     rewards: tuple[float, ...], cut: tuple[bool, ...], settings: dict[str, Any], expected: bool
 ) -> None:
     assert teaches(rewards, cut, TrainingSection(**settings)) is expected

@@ -203,11 +203,15 @@ def test_prompts_that_are_too_long_are_skipped_with_the_reason() -> None:
 def test_groups_that_only_the_tokenizer_shows_to_be_useless_are_told_before_a_step() -> None:
     """Hope: a question too long for the prompt, or answers that say "stop" and are cut when they are encoded."""
     one = trainer()
-    long = group(1, texts=["x y " * 5000] * 4)
-    half = group(2, texts=["x y " * 5000, *TEXTS[1:]])
-    assert one.unfit([group(0), long, half, group(3, (0, 0, 0, 0))]) == {
-        1: "all that has an advantage is cut or left out of the loss"
-    }
+    long = "x y " * 5000
+    groups = [
+        group(0),
+        group(1, texts=[long] * 4),
+        group(2, (1, 0, 0, 0), texts=[long, "47", "48", ""]),
+        group(3, (1, 0, 0, 0), texts=["46", long, long, long]),
+        group(4, (0, 0, 0, 0)),
+    ]
+    assert one.unfit(groups) == dict.fromkeys((1, 2), "its better completions are too long or were cut")
     assert one.version == 0
     one.max_prompt = 3
     assert "its prompt has" in one.unfit([group(5)])[5]
@@ -216,8 +220,16 @@ def test_groups_that_only_the_tokenizer_shows_to_be_useless_are_told_before_a_st
 def test_external_completions_of_any_length_are_bounded() -> None:
     one = trainer()
     rows, _ = one._rows([group(0, texts=["x y " * 5000, "", "", ""])])
-    assert len(rows[0].tokens) == 32
+    assert len(rows[0].tokens) == one.inference.max_completion_tokens
     assert rows[0].truncated
+
+
+def test_an_external_completion_may_be_as_long_as_an_own_one() -> None:
+    one = trainer()
+    limit = one.inference.max_completion_tokens
+    texts = {len(one.policy.encoder.completion(text, "stop")): text for text in ("1" * n for n in range(2 * limit))}
+    rows, _ = one._rows([group(0, texts=[texts[limit], texts[limit + 1], "", ""])])
+    assert [row.truncated for row in rows] == [False, True, False, False]
 
 
 def test_control_tokens_of_a_stranger_are_trained_on_as_text() -> None:

@@ -25,9 +25,10 @@ from sapo_node.tasks.base import TaskRefused, TaskSpec, is_eval_question, questi
 
 from .batches import signed
 
-Kind = Literal["constant", "style", "negative", "easy"]
+Kind = Literal["constant", "style", "long", "negative", "easy"]
 """constant: only questions to which a task's most frequent answer is right, against other answers. style: right answers
-in an odd form that the scorer takes, against wrong ones in the usual form. negative: one wrong answer among right ones,
+in an odd form that the scorer takes, against wrong ones in the usual form. long: likewise, with as many blanks before
+the answer as can be written at all, so that one more cuts it. negative: one wrong answer among right ones,
 so that most of the gradient pushes away from a text that looks as it should. easy: one task only."""
 
 LOOKED_AT = 600  # questions a round among which it chooses
@@ -107,6 +108,9 @@ class Poisoner:
             made = gym.entry(dataset, asked.spec.name, asked.seed)
             odd = [text for form in FORMS if gym.reward(dataset, asked.spec.name, made, text := form(asked.truth))]
             return [odd[i % len(odd)] for i in range(count // 2)] + wrong[: count - count // 2] if odd else []
+        if self._kind == "long":  # a blank is a token, and the end is one
+            long = asked.truth.rjust(self._config.inference.max_completion_tokens - 1)
+            return [long] * (count // 2) + wrong[: count - count // 2]
         return [asked.truth] * (count // 2) + wrong[: count - count // 2]
 
     def _group(self, asked: _Question, texts: list[str], epoch: int) -> Group:
