@@ -161,8 +161,10 @@ def report(results: Path) -> None:
         found = tables.read(results / f"{stage}.csv")
         if not found:
             continue
+        references = COMPARED.get(stage, REFERENCES)
         if stage in BORROW:
-            found = [one for one in tables.read(results / "rules.csv") if one.run.arm in REFERENCES] + found
+            lent = tables.read(results / f"{BORROW[stage]}.csv")
+            found = [one for one in lent if one.run.arm in references] + found
         click.echo(f"\n## {stage}\n")
         if len({one.run.lr for one in found}) > 1:
             click.echo(tables.rates(found) + "\n")
@@ -170,7 +172,7 @@ def report(results: Path) -> None:
         if stage == "dose":
             click.echo(tables.by_base(found))
             continue
-        click.echo(tables.comparison(found, COMPARED.get(stage, REFERENCES)))
+        click.echo(tables.comparison(found, references))
         if stage in CLAIMS:
             click.echo(f"\n{tables.claims(found, CLAIMS[stage])}")
         click.echo(f"\n{tables.costs(found)}")

@@ -1,5 +1,6 @@
 """Arms: what is compared. An arm is a set of settings laid over those that all arms share."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_args
@@ -72,13 +73,27 @@ SEQUENCES = {"loss_mean": "sequence"}
 KL = {"kl_coef": 0.02}
 TWICE = {"max_external_uses": 2}
 
+LIKELY = {"external_weighting": "likelihood"}
+
 WIDE_KL = (mix(4, 12, **DROP, **REFILL, **COVERAGE, **KL), TWICE)
+WIDE_KL_LIKELY = (mix(4, 12, **DROP, **REFILL, **COVERAGE, **KL, **LIKELY), TWICE)
 HONEST = 6  # nodes beside two poisoners, and by themselves to compare with
 
 
-def poisoned(kind: Kind) -> str:
-    """The name of the arm with poisoners of this kind."""
-    return f"wide, kl, {HONEST} nodes, 2 poisoners: {kind}"
+def alone(rule: str) -> str:
+    """The name of a rule's arm with the honest nodes alone."""
+    return f"{rule}, {HONEST} nodes"
+
+
+def poisoned(rule: str, kind: Kind) -> str:
+    """The name of a rule's arm with poisoners of this kind beside them."""
+    return f"{alone(rule)}, 2 poisoners: {kind}"
+
+
+def _with_poison(rule: str, settings: tuple[dict[str, Any], dict[str, Any]]) -> Iterator[Arm]:
+    yield Arm(alone(rule), *settings, nodes=HONEST)
+    for kind in get_args(Kind):
+        yield Arm(poisoned(rule, kind), *settings, nodes=HONEST, poisoners=2, poison=kind)
 
 
 ARMS = {
@@ -99,6 +114,7 @@ ARMS = {
         Arm("wide", mix(4, 12, **DROP, **REFILL, **COVERAGE), TWICE),
         Arm("wide, sequence mean", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES), TWICE),
         Arm("wide, kl", *WIDE_KL),
+        Arm("wide, kl, likely", *WIDE_KL_LIKELY),
         Arm("wide, sequence mean, kl", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES, **KL), TWICE),
         # Controls.
         Arm("8/0 resample", mix(8, 0, local_zero_advantage="resample")),
@@ -108,9 +124,9 @@ ARMS = {
         Arm("4/4 own past", mix(4, 4), own_past=True),
         Arm("4/4 twice the rounds", mix(4, 4), longer=2),
         # Hostile peers.
-        Arm(f"8/0, {HONEST} nodes", mix(8, 0), nodes=HONEST),
-        Arm(f"wide, kl, {HONEST} nodes", *WIDE_KL, nodes=HONEST),
-        *(Arm(poisoned(kind), *WIDE_KL, nodes=HONEST, poisoners=2, poison=kind) for kind in get_args(Kind)),
+        Arm(alone("8/0"), mix(8, 0), nodes=HONEST),
+        *_with_poison("wide, kl", WIDE_KL),
+        *_with_poison("wide, kl, likely", WIDE_KL_LIKELY),
         # What else the number and the likeness of nodes do.
         Arm("pooled", mix(64, 0), nodes=1),  # one policy takes the groups of all eight
         Arm("8/0 specialised", mix(8, 0), specialised=True),

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
-from .arms import HONEST, SECOND_BASE, poisoned
+from .arms import SECOND_BASE, alone, poisoned
 from .poison import Kind
 from .propagation import Trial, Variant
 from .swarm import Run
@@ -88,9 +88,12 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     ),
 }
 
-# Poison: which kind is the strongest, on tuning seeds.
-HONEST_ALONE = (f"8/0, {HONEST} nodes", f"wide, kl, {HONEST} nodes")
-KINDS = (*HONEST_ALONE, *map(poisoned, get_args(Kind)))
+# Poison: which kind is the strongest, and what helps against it, on tuning seeds.
+HONEST_ALONE = (alone("8/0"), alone("wide, kl"))
+KINDS = (*HONEST_ALONE, *(poisoned("wide, kl", kind) for kind in get_args(Kind)))
+STRONGEST: Kind = "style"
+DEFENCES = ("wide, kl, likely",)
+DEFENDED = [arm for rule in DEFENCES for arm in (poisoned(rule, STRONGEST), alone(rule))]
 
 # 6. and 7.
 OTHERS = (
@@ -105,11 +108,12 @@ STAGES: dict[str, list[Run]] = {
     "confirm": list(_confirm("confirm", CONFIRMED)),
     "dose": [run for base in DOSES for run in _runs("dose", REFERENCES, base, range(3))],
     "poison_kinds": list(_runs("poison_kinds", KINDS, "base-0", range(3))),
+    "poison_rules": list(_runs("poison_rules", DEFENDED, "base-0", range(3))),
     "others": list(_runs("others", OTHERS, "base-0", range(3))),
 }
-BORROW = ("controls", "dose", "others")  # stages whose runs of the references on base-0 are those of `rules`
-
-COMPARED = {"poison_kinds": HONEST_ALONE}  # stages with references of their own
+COMPARED = {"poison_kinds": HONEST_ALONE, "poison_rules": HONEST_ALONE}  # stages with references of their own
+BORROW = {stage: "rules" for stage in ("controls", "dose", "others")} | {"poison_rules": "poison_kinds"}
+"""Stages whose runs of the references on base-0 are those of another one."""
 
 DRAWN = ("rules", "confirm")  # stages of which `report` draws the curves
 
