@@ -112,7 +112,7 @@ STAGES: dict[str, list[Run]] = {
     "others": list(_runs("others", OTHERS, "base-0", range(3))),
 }
 COMPARED = {"poison_kinds": HONEST_ALONE, "poison_rules": HONEST_ALONE}  # stages with references of their own
-BORROW = {stage: "rules" for stage in ("controls", "dose", "others")} | {"poison_rules": "poison_kinds"}
+BORROW = dict.fromkeys(("controls", "dose", "others"), "rules") | {"poison_rules": "poison_kinds"}
 """Stages whose runs of the references on base-0 are those of another one."""
 
 DRAWN = ("rules", "confirm")  # stages of which `report` draws the curves
