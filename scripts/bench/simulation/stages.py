@@ -92,7 +92,7 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
 HONEST_ALONE = (alone("8/0"), alone("wide, kl"))
 KINDS = (*HONEST_ALONE, *(poisoned("wide, kl", kind) for kind in get_args(Kind)))
 STRONGEST: Kind = "style"
-DEFENCES = ("wide, kl, likely",)
+DEFENCES = ("wide, kl, balanced", "wide, kl, likely")
 DEFENDED = [arm for rule in DEFENCES for arm in (poisoned(rule, STRONGEST), alone(rule))]
 
 # 6. and 7.
@@ -109,10 +109,11 @@ STAGES: dict[str, list[Run]] = {
     "dose": [run for base in DOSES for run in _runs("dose", REFERENCES, base, range(3))],
     "poison_kinds": list(_runs("poison_kinds", KINDS, "base-0", range(3))),
     "poison_rules": list(_runs("poison_rules", DEFENDED, "base-0", range(3))),
+    "balanced": list(_runs("balanced", ("wide, kl, balanced",), "base-0", range(5))),
     "others": list(_runs("others", OTHERS, "base-0", range(3))),
 }
 COMPARED = {"poison_kinds": HONEST_ALONE, "poison_rules": HONEST_ALONE}  # stages with references of their own
-BORROW = dict.fromkeys(("controls", "dose", "others"), "rules") | {"poison_rules": "poison_kinds"}
+BORROW = dict.fromkeys(("controls", "balanced", "dose", "others"), "rules") | {"poison_rules": "poison_kinds"}
 """Stages whose runs of the references on base-0 are those of another one."""
 
 DRAWN = ("rules", "confirm")  # stages of which `report` draws the curves
