@@ -112,7 +112,8 @@ STAGES: dict[str, list[Run]] = {
     "balanced": list(_runs("balanced", ("wide, kl, balanced",), "base-0", range(5))),
     "others": list(_runs("others", OTHERS, "base-0", range(3))),
 }
-COMPARED = {"poison_kinds": HONEST_ALONE, "poison_rules": HONEST_ALONE}  # stages with references of their own
+COMPARED = {"poison_kinds": HONEST_ALONE, "poison_rules": HONEST_ALONE, "balanced": ("4/4", "wide, kl")}
+"""Stages with references of their own."""
 BORROW = dict.fromkeys(("controls", "balanced", "dose", "others"), "rules") | {"poison_rules": "poison_kinds"}
 """Stages whose runs of the references on base-0 are those of another one."""
 
