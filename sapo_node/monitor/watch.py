@@ -17,7 +17,7 @@ import structlog
 from msgspec import Struct, structs
 
 from sapo_node.config import TrainingSection
-from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Earned, Fallen, Levels, RewardHack, Strayed, earned
+from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Earned, Fallen, Levels, RewardHack, Sender, Strayed, earned
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.rollouts.pool import NewGroup
 from sapo_node.tasks.base import answer_digest, extract_answer
@@ -100,11 +100,11 @@ class Watch:
                     sums.tokens += len(completion.logprobs)
                     sums.surprise -= sum(completion.logprobs)
 
-    def external(self, groups: Sequence[NewGroup], share: str) -> None:
-        """Groups of another that were verified and judged here; `share` is what it counts for."""
+    def external(self, groups: Sequence[NewGroup], sender: Sender) -> None:
+        """Groups of another that were verified and judged here."""
         for group in groups:
             if (found := _answers(group)) is not None:
-                self._tell(self._hack.others(group.task.name, group.task.config_hash, share, found, self._clock()))
+                self._tell(self._hack.others(group.task.name, group.task.config_hash, sender, found, self._clock()))
 
     async def close(self, record: RoundRecord, policy: Scorable) -> RoundRecord:
         """A round is over: its record with the numbers on the policy. Looks at the fixed texts every some rounds."""
@@ -216,5 +216,5 @@ class Unwatched(Watch):
     def own(self, groups: Sequence[NewGroup]) -> None:
         """Not looked at."""
 
-    def external(self, groups: Sequence[NewGroup], share: str) -> None:
+    def external(self, groups: Sequence[NewGroup], sender: Sender) -> None:
         """Not looked at."""

@@ -17,6 +17,7 @@ import structlog
 
 from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
+from sapo_node.monitor.alarms import Sender
 from sapo_node.monitor.watch import Unwatched, Watch
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.quarantine import Quarantine
@@ -159,7 +160,8 @@ class Arrivals:
 
     async def _keep(self, verified: Verified, now: float) -> None:
         await self._pool.add_external(verified.producer, verified.content_id, verified.groups, now)
-        self._watch.external(verified.groups, self._book.share(verified.producer))
+        peer, book = verified.producer, self._book
+        self._watch.external(verified.groups, Sender(peer, book.share(peer), book.network(peer)))
         self._judge_sender(verified, now)
         await self.count_stock()
 

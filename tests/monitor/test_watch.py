@@ -8,6 +8,7 @@ import pytest
 
 from sapo_node.config import TrainingSection
 from sapo_node.monitor import alarms, watch
+from sapo_node.monitor.alarms import Sender
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.monitor.status import NodeStatus
 from sapo_node.monitor.watch import Unwatched, Watch
@@ -50,6 +51,10 @@ def group(index: int, texts: list[str], rewards: list[float], truth: str = "7", 
     )
 
 
+def sender(network: str) -> Sender:
+    return Sender(f"key in {network}", network, network)
+
+
 def close(one: Watch, round: int = 1, policy: ToyPolicy | None = None) -> RoundRecord:
     record = RoundRecord(round=round, time=1.0, policy_version=round)
     return asyncio.run(one.close(record, policy or ToyPolicy()))
@@ -68,7 +73,7 @@ def test_a_round_gets_its_numbers_from_its_own_groups() -> None:
 
 def test_groups_of_others_say_nothing_about_the_policy() -> None:
     one = Watch()
-    one.external([group(0, ["7", "8"], [1.0, 0.0])], "net")
+    one.external([group(0, ["7", "8"], [1.0, 0.0])], sender("net"))
     assert close(one).any_right is None
 
 
@@ -88,7 +93,7 @@ def test_a_hack_bars_its_task_until_it_is_looked_at_again(side: str) -> None:
     one._clock = lambda: now[0]
     for index in range(3 * alarms.HACK_QUESTIONS):
         groups = [group(index, ["<answer>(P  ∨ q)</answer>", "x"], [1.0, 0.0], truth=f"truth {index}")]
-        one.own(groups) if side == "own" else one.external(groups, f"net{index % 3}")
+        one.own(groups) if side == "own" else one.external(groups, sender(f"net{index % 3}"))
     assert one.bars("gcd", bytes(32))
     assert one.bars("gcd", b"other settings") == (side == "own")
     assert not one.bars("lcm", bytes(32))
@@ -168,5 +173,5 @@ def test_without_alarms_nothing_is_barred() -> None:
     one = Unwatched()
     for index in range(40):
         one.own([group(index, ["(P ∨ Q)"], [1.0], truth=f"truth {index}")])
-        one.external([group(index, ["(P ∨ Q)"], [1.0], truth=f"truth {index}")], f"net{index % 3}")
+        one.external([group(index, ["(P ∨ Q)"], [1.0], truth=f"truth {index}")], sender(f"net{index % 3}"))
     assert not one.bars("gcd", bytes(32))
