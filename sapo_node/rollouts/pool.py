@@ -26,7 +26,6 @@ replaced silently, because the use counts would be forgotten with it.
 import math
 import sqlite3
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -38,7 +37,8 @@ from msgspec import Struct
 
 from sapo_node.config import RolloutsSection
 from sapo_node.rollouts.pool_file import Lane, PoolError
-from sapo_node.rollouts.schema import Finish, Group, TaskRef
+from sapo_node.rollouts.schema import Group, TaskRef
+from sapo_node.rollouts.stored import pack_completions, unpack_completions
 from sapo_node.swarm.protocol import EPOCH_SECONDS, MAX_AGE_SECONDS, MAX_EPOCHS_AHEAD, MAX_INDEX, digest, epoch_of
 from sapo_node.tasks.base import TaskSpec
 from sapo_node.training.base import Origin, TrainCompletion, TrainGroup
@@ -51,6 +51,8 @@ Counter = Literal["batch", "announcement"]
 MAX_CANDIDATES: Final = 1024  # newest groups the sampler chooses from: far more than any I or J, few enough to be quick
 MAX_SEEN: Final = 100_000  # digests remembered (about 10 MB); the oldest go first
 SEEN_SECONDS: Final = MAX_AGE_SECONDS + (MAX_EPOCHS_AHEAD + 2) * EPOCH_SECONDS  # longest that a group stays acceptable
+
+_rewards_decoder: Final = msgspec.json.Decoder(tuple[float, ...])
 
 
 class NewGroup(Struct, frozen=True, kw_only=True):
@@ -212,11 +214,12 @@ class Pool:
         return found
 
     async def _recent(self, now: float) -> list[tuple[Origin, str, str, bytes, Sequence[float]]]:
-        """Origin, producer, task, its settings' hash and rewards of the groups of the last `max_age_seconds`: the
-        newest of each producer, as many of one as of another."""
+        """Origin, producer, task, its settings' hash and rewards of the groups of the last `max_age_seconds`: own ones,
+        however many others there are, and the newest of each other producer, as many of one as of another."""
+        own, others = (_newest_of_each(f"origin = '{origin}' AND drawn_at >= ?") for origin in ("local", "external"))
         sql = f"""SELECT origin, producer, name, config_hash, rewards FROM groups
-                  WHERE id IN ({_newest_of_each("drawn_at >= ?")}) ORDER BY id DESC"""
-        values = (now - self._limits.max_age_seconds, MAX_CANDIDATES)
+                  WHERE id IN ({own}) OR id IN ({others}) ORDER BY id DESC"""
+        values = 2 * (now - self._limits.max_age_seconds, MAX_CANDIDATES)
         rows = await self._reader.ask(lambda db: db.execute(sql, values).fetchall())
         return [(*names, _rewards_decoder.decode(rewards)) for *names, rewards in rows]
 
@@ -342,7 +345,7 @@ def _insert(
         "question_sha256": group.question_sha256,
         "rewards": msgspec.json.encode(group.rewards).decode(),
         "question": group.question,
-        "completions": _pack(group.completions),
+        "completions": pack_completions(group.completions),
         "teaches": group.teaches and informative(group.rewards),
     }
     places = ", ".join(f":{name}" for name in row)
@@ -447,48 +450,3 @@ def _count_up(db: sqlite3.Connection, key: str, start: int) -> int:
     db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, start))
     db.execute("UPDATE meta SET value = value + 1 WHERE key = ?", (key,))
     return int(db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
-
-
-# Completions as a BLOB
-
-
-class _Stored(Struct, array_like=True):
-    """A completion in the BLOB: numbers as machine arrays, quicker and smaller than msgpack's."""
-
-    text: str
-    finish: Finish
-    token_ids: bytes | None  # uint32
-    logprobs: bytes | None  # float32, what engines compute in
-    policy_versions: list[int] = []
-
-
-_stored_decoder = msgspec.msgpack.Decoder(list[_Stored])
-_rewards_decoder = msgspec.json.Decoder(tuple[float, ...])
-
-
-def _pack(completions: Sequence[TrainCompletion]) -> bytes:
-    return msgspec.msgpack.encode(
-        [
-            _Stored(
-                c.text,
-                c.finish,
-                None if c.token_ids is None else array("I", c.token_ids).tobytes(),
-                None if c.logprobs is None else array("f", c.logprobs).tobytes(),
-                c.policy_versions,
-            )
-            for c in completions
-        ]
-    )
-
-
-def unpack_completions(blob: bytes) -> list[TrainCompletion]:
-    return [
-        TrainCompletion(
-            text=s.text,
-            finish=s.finish,
-            token_ids=None if s.token_ids is None else array("I", s.token_ids).tolist(),
-            logprobs=None if s.logprobs is None else array("f", s.logprobs).tolist(),
-            policy_versions=s.policy_versions,
-        )
-        for s in _stored_decoder.decode(blob)
-    ]

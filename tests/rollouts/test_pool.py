@@ -177,6 +177,21 @@ def test_own_rewards_are_means_by_task_over_recent_groups_used_or_not(path: Path
     with_pool(path, use)
 
 
+def test_a_crowd_of_producers_hides_nothing_of_what_this_node_saw_itself(path: Path) -> None:
+    """Hope: own groups have one turn among all producers, so a thousand cheap keys (or honest peers) take all places, a
+    node knows nothing of its own work, and what the crowd sends decides which tasks it asks."""
+
+    async def use(pool: Pool) -> None:
+        own = [new_group(i, rewards=HALF) for i in range(640)]
+        await pool.add_local("me", own, NOW)
+        for key in range(MAX_CANDIDATES + 76):
+            await pool.add_external(f"key {key}", key.to_bytes(32, "big"), [new_group(rewards=RIGHT, name="bf")], NOW)
+        assert await pool.own_rewards(NOW) == {"gcd": 0.5}
+        assert (await pool.yields(NOW))["gcd", own[0].task.config_hash] == (640, 640)
+
+    with_pool(path, use)
+
+
 def test_local_candidates_are_unused_and_within_staleness(path: Path) -> None:
     async def use(pool: Pool) -> None:
         ids = await pool.add_local("me", [new_group(v, policy_version=v) for v in (1, 2, 3, 4)], NOW)
