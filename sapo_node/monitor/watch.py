@@ -4,8 +4,9 @@ Every own group passes `own`, every one of others that was verified `external`; 
 the record of the round, which gets its numbers on the policy here. While an alarm lasts, `bars` (others' groups of a
 task are left aside), `limit` (J is halved) and `shares` (own groups are not published) say what follows.
 
-A checkpoint keeps the levels that later ones are compared with. The windows start anew with the process: a reward hack
-is seen again within some rounds.
+A checkpoint keeps the levels that later ones are compared with, and under which `conditions` they were measured:
+levels of other questions say nothing about the policy. The windows start anew with the process: a reward hack is seen
+again within some rounds.
 """
 
 import time
@@ -16,11 +17,13 @@ import msgspec
 import structlog
 from msgspec import Struct, structs
 
-from sapo_node.config import TrainingSection
+from sapo_node.config import NodeConfig, TrainingSection
 from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Earned, Fallen, Levels, RewardHack, Sender, Strayed, earned
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.rollouts.pool import NewGroup
+from sapo_node.swarm.protocol import digest
 from sapo_node.tasks.base import answer_digest, extract_answer
+from sapo_node.tasks.mixture import Mixture
 from sapo_node.training.base import TextScore
 from sapo_node.training.supervised import PolicyLost
 from sapo_node.workers import WorkerError
@@ -56,6 +59,18 @@ class Memory(Struct, kw_only=True):
 
     collapse: Fallen
     drift: Strayed
+    conditions: str = ""  # of the levels in `collapse`; the fixed texts of `drift` are the same whatever is asked
+
+
+def conditions(tasks: Mixture, config: NodeConfig) -> str:
+    """A digest of all but the policy that decides what its groups earn, and how sure of itself it seems in them."""
+    of_tasks = [
+        (entry.spec.source, entry.spec.name, entry.spec.version, entry.spec.config_hash, entry.weight, entry.verifier)
+        for entry in tasks.entries
+    ]
+    sampler = config.inference
+    how = (sampler.temperature, sampler.max_completion_tokens, sampler.system_prompt, config.tasks.curriculum)
+    return digest(repr((of_tasks, how, config.rollouts.completions_per_task)).encode()).hex()
 
 
 class Watch:
@@ -76,6 +91,7 @@ class Watch:
         self._sums = _Sums()
         self._texts: dict[int, None] = {}  # hashes, the oldest first
         self._newest: dict[str, float | None] = {}
+        self._conditions = ""
 
     # -- what it is shown ---------------------------------------------------------------------------------------------
 
@@ -184,15 +200,20 @@ class Watch:
 
     def memory(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
-        memory = Memory(collapse=self._collapse.memory, drift=self._drift.memory)
+        memory = Memory(collapse=self._collapse.memory, drift=self._drift.memory, conditions=self._conditions)
         values: dict[str, Any] = msgspec.to_builtins(memory)
         return values
 
-    def restore(self, values: Mapping[str, Any] | None) -> None:
-        """Go on from `memory`; None: from a checkpoint that has none, so levels are compared with the next ones."""
+    def restore(self, values: Mapping[str, Any] | None, conditions: str = "") -> None:
+        """Go on from `memory` under the `conditions` of now. None: there is none, so levels are compared with the next
+        ones; those for collapse also where conditions were others."""
+        self._conditions = conditions
         if values is None:
             return
         memory = msgspec.convert(values, Memory)
+        if memory.conditions != conditions:
+            log.info("tasks or sampling have changed: the alarm about collapse begins anew")
+            memory.collapse = Fallen()
         self._collapse, self._drift = Collapse(memory.collapse), Drift(memory.drift)
         for kind, lasts in (("collapse", memory.collapse.lasts), ("drift", memory.drift.lasts)):
             if lasts:

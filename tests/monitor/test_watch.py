@@ -6,14 +6,15 @@ from typing import Any
 
 import pytest
 
-from sapo_node.config import TrainingSection
+from sapo_node.config import NodeConfig, TrainingSection
 from sapo_node.monitor import alarms, watch
-from sapo_node.monitor.alarms import Sender
+from sapo_node.monitor.alarms import Fallen, Sender, Strayed
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.monitor.status import NodeStatus
 from sapo_node.monitor.watch import Unwatched, Watch
 from sapo_node.rollouts.pool import NewGroup
 from sapo_node.rollouts.schema import TaskRef
+from sapo_node.tasks import mixture
 from sapo_node.tasks.base import answer_digest
 from sapo_node.training.base import TextScore, TrainCompletion
 from sapo_node.training.supervised import PolicyLost
@@ -160,6 +161,48 @@ def test_a_checkpoint_keeps_what_later_levels_are_compared_with() -> None:
     assert other.limit(TrainingSection(external_groups=4)).external_groups == 2
     assert other.status()["text_logprob_start"] == -3.0
     assert {kind for kind, _ in other.lasting} == {"collapse", "drift"}
+
+
+def under(settings: dict[str, Any]) -> str:
+    config = NodeConfig.model_validate(settings)
+    return watch.conditions(mixture.load(config.tasks), config)
+
+
+EASY: dict[str, Any] = {"tasks": {"mixture": [{"name": "gcd"}]}}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tasks": {"mixture": [{"name": "lcm"}]}},
+        {"tasks": {"mixture": [{"name": "gcd", "config": {"max_value": 10_000}}]}},
+        {"tasks": {"mixture": [{"name": "gcd"}, {"name": "lcm", "weight": 3.0}]}},
+        EASY | {"rollouts": {"completions_per_task": 2}},
+        EASY | {"inference": {"max_completion_tokens": 16}},
+        EASY | {"inference": {"temperature": 0.2}},
+    ],
+)
+def test_levels_of_other_questions_raise_no_alarm(changed: dict[str, Any]) -> None:
+    """No attack: an owner who took harder tasks had an alarm about collapse for ever, and half of J."""
+    one = Watch()
+    one.restore(None, under(EASY))
+    one._collapse.memory = Fallen(best_any_right=0.95, lasts=True)
+    one._drift.memory = Strayed(start=-3.0)
+    for settings, lasts in ((EASY, True), (changed, False)):
+        other = Watch()
+        other.restore(json.loads(json.dumps(one.memory())), under(settings))
+        assert [kind for kind, _ in other.lasting] == ["collapse"] * lasts
+        assert other.status()["text_logprob_start"] == -3.0, "what does not depend on questions stays"
+        assert (other.limit(TrainingSection(external_groups=4)).external_groups == 2) == lasts
+    earlier = {name: value for name, value in one.memory().items() if name != "conditions"}
+    other = Watch()
+    other.restore(earlier, under(EASY))
+    assert other.lasting == [], "a checkpoint that does not say under which they were measured"
+
+
+def test_what_the_levels_do_not_depend_on_changes_nothing() -> None:
+    slower = EASY | {"training": {"lr": 1e-9, "external_groups": 1}}
+    assert under(EASY) == under(json.loads(json.dumps(slower)))
 
 
 def test_a_checkpoint_without_alarms_is_a_new_start() -> None:
