@@ -122,9 +122,13 @@ class Watch:
             if (found := _answers(group)) is not None:
                 self._tell(self._hack.others(group.task.name, group.task.config_hash, sender, found, self._clock()))
 
+    def look_again(self) -> None:
+        """End the alarms about others' groups that have lasted long enough. Also to be called while no round ends."""
+        self._tell(self._hack.look_again(self._clock()))
+
     async def close(self, record: RoundRecord, policy: Scorable) -> RoundRecord:
         """A round is over: its record with the numbers on the policy. Looks at the fixed texts every some rounds."""
-        self._tell(self._hack.look_again(self._clock()))
+        self.look_again()
         sums, self._sums = self._sums, _Sums()
         entropy = sums.surprise / sums.tokens if sums.tokens else None
         numbers: dict[str, float | None] = {}

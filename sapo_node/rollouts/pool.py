@@ -50,6 +50,7 @@ Counter = Literal["batch", "announcement"]
 
 MAX_CANDIDATES: Final = 1024  # newest groups the sampler chooses from: far more than any I or J, few enough to be quick
 MAX_SEEN: Final = 100_000  # digests remembered (about 10 MB); the oldest go first
+SEEN_SHARE: Final = 1024  # of `max_bytes` there is one digest of 100 bytes to so many: they leave room for groups
 SEEN_SECONDS: Final = MAX_AGE_SECONDS + (MAX_EPOCHS_AHEAD + 2) * EPOCH_SECONDS  # longest that a group stays acceptable
 
 _rewards_decoder: Final = msgspec.json.Decoder(tuple[float, ...])
@@ -149,6 +150,7 @@ class Pool:
                 for group in groups
                 if _mark(db, coordinates(producer, group.task), now) and not _asked(db, producer, group.question_sha256)
             ]
+            _forget_seen(db, self._limits, now)
             return ids, _evict(db, self._limits)
 
         ids, evicted = await self._writer.ask(add)
@@ -248,22 +250,24 @@ class Pool:
     async def expire(self, now: float, policy_version: int, max_staleness: int) -> int:
         """Forget what can no longer be trained on; returns the number of groups.
 
-        Groups of others and used own ones go by age. Unused own ones go when their policy version is too old, or newer
-        than ours: then they come from steps after the checkpoint from which this node resumed.
+        Groups of others and used own ones go by age (`expire_by_age`). Unused own ones go when their policy version is
+        too old, or newer than ours: then they come from steps after the checkpoint from which this node resumed.
         """
+        sql = "DELETE FROM groups WHERE origin = 'local' AND uses = 0 AND policy_version NOT BETWEEN ? AND ?"
+        values = (policy_version - max_staleness, policy_version)
+        gone = await self._writer.ask(lambda db: db.execute(sql, values).rowcount)
+        self._expired += gone
+        return gone + await self.expire_by_age(now)
+
+    async def expire_by_age(self, now: float) -> int:
+        """Forget what is too old, whatever the policy is: it comes in, and ages, while no round is taken too."""
         oldest = now - self._limits.max_age_seconds
 
         def expire(db: sqlite3.Connection) -> int:
-            gone = db.execute(
-                """DELETE FROM groups WHERE CASE WHEN origin = 'local' AND uses = 0
-                   THEN policy_version NOT BETWEEN ? AND ? ELSE drawn_at < ? END""",
-                (policy_version - max_staleness, policy_version, oldest),
-            ).rowcount
-            db.execute("DELETE FROM seen WHERE until < ?", (now,))
-            newest = "SELECT digest FROM seen ORDER BY until DESC LIMIT -1 OFFSET ?"
-            db.execute(f"DELETE FROM seen WHERE digest IN ({newest})", (MAX_SEEN,))
+            _forget_seen(db, self._limits, now)
             db.execute("DELETE FROM next_index WHERE epoch < ?", (epoch_of(oldest),))
-            return gone
+            sql = "DELETE FROM groups WHERE NOT (origin = 'local' AND uses = 0) AND drawn_at < ?"
+            return db.execute(sql, (oldest,)).rowcount
 
         gone = await self._writer.ask(expire)
         self._expired += gone
@@ -440,6 +444,13 @@ def _bytes(db: sqlite3.Connection) -> int:
 def _mark(db: sqlite3.Connection, key: bytes, now: float) -> bool:
     """Remember a digest; whether it is new."""
     return db.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (key, now + SEEN_SECONDS)).rowcount == 1
+
+
+def _forget_seen(db: sqlite3.Connection, limits: RolloutsSection, now: float) -> None:
+    """Digests of what cannot arrive again, and the oldest beyond the most that are kept."""
+    db.execute("DELETE FROM seen WHERE until < ?", (now,))
+    oldest = "SELECT digest FROM seen ORDER BY until DESC LIMIT -1 OFFSET ?"
+    db.execute(f"DELETE FROM seen WHERE digest IN ({oldest})", (min(MAX_SEEN, limits.max_bytes // SEEN_SHARE),))
 
 
 def _seen(db: sqlite3.Connection, keys: Sequence[bytes]) -> set[bytes]:

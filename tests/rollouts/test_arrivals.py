@@ -276,6 +276,24 @@ def test_what_is_being_verified_when_its_sender_is_denied_goes_nowhere(make: Any
     assert node.producers() == []
 
 
+def test_what_ends_by_time_ends_while_no_round_does(make: Any) -> None:
+    """Hope: while a node waits for groups, an alarm that I raised about a task never ends, and what I sent stays."""
+    node = make()
+    now, looked = [NOW], []
+    node.arrivals._clock, node.watch.look_again = lambda: now[0], lambda: looked.append(now[0])
+    node.stock("peer", 3, 0)
+    node.runner.run(node.arrivals.expire())
+    assert looked == [], "it is too early"
+    now[0] += 1000.0
+    for _ in range(10):
+        node.runner.run(node.arrivals.expire())
+    assert len(looked) == 1
+    assert node.runner.run(node.pool.stats()).external == 0
+    now[0] -= 5000.0
+    node.runner.run(node.arrivals.expire())
+    assert len(looked) == 2, "nor does a clock that was set back hold it up"
+
+
 def test_a_purge_removes_a_peers_groups_and_no_others(make: Any) -> None:
     node = make()
     node.stock("bad", 3, 0)

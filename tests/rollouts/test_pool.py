@@ -370,6 +370,35 @@ def test_expire_drops_own_groups_that_no_step_may_use(path: Path) -> None:
     with_pool(path, use)
 
 
+def test_a_flood_of_worthless_batches_leaves_room_for_groups(path: Path) -> None:
+    """Hope: what is remembered of batches without one usable group grows until it takes all bytes of the pool, while
+    the node waits for a round, and its own groups are thrown out as they come."""
+
+    async def use(pool: Pool) -> None:
+        await pool.add_local("me", [new_group(i) for i in range(8)], NOW)
+        for batch in range(200):
+            flood = [new_group(i, rewards=[0.0, 0.0]) for i in range(64)]
+            await pool.add_external(f"evil {batch}", batch.to_bytes(32, "big"), flood, NOW)
+        stats = await pool.stats()
+        assert stats.local_unused == 8
+        assert await pool._reader.ask(lambda db: db.execute("SELECT count(*) FROM seen").fetchone()[0]) == 1024
+
+    with_pool(path, use, max_bytes=1 << 20, max_groups=64)
+
+
+def test_what_is_too_old_goes_without_a_round(path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        own = await pool.add_local("me", [new_group(i) for i in range(2)], NOW)
+        await pool.consume(own[:1], 1)
+        await pool.add_external("peer", bytes(32), [new_group()], NOW)
+        assert await pool.expire_by_age(NOW + 270) == 0
+        assert await pool.expire_by_age(NOW + 400) == 2
+        stats = await pool.stats()
+        assert (stats.local, stats.external, stats.expired) == (1, 0, 2), "an unused own group goes by its version"
+
+    with_pool(path, use)
+
+
 def test_the_oldest_of_who_holds_most_go_first_and_unused_own_groups_last(path: Path) -> None:
     async def use(pool: Pool) -> None:
         own = await pool.add_local("me", [new_group(i) for i in range(10)], NOW)
