@@ -256,8 +256,8 @@ class Node:
         version, internal, gauss = extra["rng"]
         self._rng.setstate((version, tuple(internal), gauss))
         self._own_groups, self._external_used = extra["own_groups"], extra["external_used"]
-        self._held_out_start = extra["held_out_start"]
-        self._watch.restore(extra.get("alarms"), asked)
+        if self._watch.restore(extra.get("alarms"), asked):  # else the first score was one of other questions
+            self._held_out_start = extra["held_out_start"]
         self._saved_version = self._policy.version
         log.info("resumed", checkpoint=newest.name)
         self._remember("resumed", newest.name)

@@ -208,12 +208,12 @@ class Watch:
         values: dict[str, Any] = msgspec.to_builtins(memory)
         return values
 
-    def restore(self, values: Mapping[str, Any] | None, conditions: str = "") -> None:
-        """Go on from `memory` under the `conditions` of now. None: there is none, so levels are compared with the next
-        ones; those for collapse also where conditions were others."""
+    def restore(self, values: Mapping[str, Any] | None, conditions: str = "") -> bool:
+        """Go on from `memory` under the `conditions` of now; whether they are those of then. None: there is no memory,
+        so levels are compared with the next ones; those for collapse also where conditions were others."""
         self._conditions = conditions
         if values is None:
-            return
+            return False
         memory = msgspec.convert(values, Memory)
         if memory.conditions != conditions:
             log.info("tasks or sampling have changed: the alarm about collapse begins anew")
@@ -222,6 +222,7 @@ class Watch:
         for kind, lasts in (("collapse", memory.collapse.lasts), ("drift", memory.drift.lasts)):
             if lasts:
                 self._lasting[kind, ""] = f"the alarm about {kind} goes on from before the restart"
+        return memory.conditions == conditions
 
 
 def _answers(group: NewGroup) -> Earned | None:

@@ -190,7 +190,7 @@ def test_levels_of_other_questions_raise_no_alarm(changed: dict[str, Any]) -> No
     one._drift.memory = Strayed(start=-3.0)
     for settings, lasts in ((EASY, True), (changed, False)):
         other = Watch()
-        other.restore(json.loads(json.dumps(one.memory())), under(settings))
+        assert other.restore(json.loads(json.dumps(one.memory())), under(settings)) is lasts
         assert [kind for kind, _ in other.lasting] == ["collapse"] * lasts
         assert other.status()["text_logprob_start"] == -3.0, "what does not depend on questions stays"
         assert (other.limit(TrainingSection(external_groups=4)).external_groups == 2) == lasts

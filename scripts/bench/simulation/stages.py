@@ -62,9 +62,9 @@ CONFIRMED = ("8/0", WINNERS_LOSS, "8/0 resample", "4/4", WINNER, "4/4 twice the 
 FRESH_BASES, FRESH_SEEDS = ("base-11", "base-12", "base-13"), range(100, 116)
 
 
-def _confirm(stage: str, arms: Iterable[str]) -> Iterable[Run]:
+def _confirm(stage: str, arms: Iterable[str], seeds: Iterable[int]) -> Iterable[Run]:
     """Seed by seed, so that whatever is finished compares all arms; the bases take turns."""
-    for seed in FRESH_SEEDS:
+    for seed in seeds:
         yield from _runs(stage, arms, FRESH_BASES[seed % len(FRESH_BASES)], [seed])
 
 
@@ -105,7 +105,7 @@ STAGES: dict[str, list[Run]] = {
     "lr": list(_lr()),
     "rules": list(_runs("rules", (*REFERENCES, *RULES), "base-0", range(5))),
     "controls": list(_runs("controls", CONTROLS, "base-0", range(5))),
-    "confirm": list(_confirm("confirm", CONFIRMED)),
+    "confirm": list(_confirm("confirm", CONFIRMED, FRESH_SEEDS)),
     "dose": [run for base in DOSES for run in _runs("dose", REFERENCES, base, range(3))],
     "poison_kinds": list(_runs("poison_kinds", KINDS, "base-0", range(3))),
     "poison_rules": list(_runs("poison_rules", DEFENDED, "base-0", range(3))),
