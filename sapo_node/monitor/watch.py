@@ -63,14 +63,16 @@ class Memory(Struct, kw_only=True):
 
 
 def conditions(tasks: Mixture, config: NodeConfig) -> str:
-    """A digest of all but the policy that decides what its groups earn, and how sure of itself it seems in them."""
+    """A digest of all but the policy that decides what its groups earn, how sure of itself it seems in them, and what
+    it scores on held-out questions."""
     of_tasks = [
         (entry.spec.source, entry.spec.name, entry.spec.version, entry.spec.config_hash, entry.weight, entry.verifier)
         for entry in tasks.entries
     ]
     sampler = config.inference
     how = (sampler.temperature, sampler.max_completion_tokens, sampler.system_prompt, config.tasks.curriculum)
-    return digest(repr((of_tasks, how, config.rollouts.completions_per_task)).encode()).hex()
+    many = (config.rollouts.completions_per_task, config.tasks.eval_questions)
+    return digest(repr((of_tasks, how, many)).encode()).hex()
 
 
 class Watch:
