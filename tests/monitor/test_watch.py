@@ -177,7 +177,7 @@ EASY: dict[str, Any] = {"tasks": {"mixture": [{"name": "gcd"}]}}
         {"tasks": {"mixture": [{"name": "lcm"}]}},
         {"tasks": {"mixture": [{"name": "gcd", "config": {"max_value": 10_000}}]}},
         {"tasks": {"mixture": [{"name": "gcd"}, {"name": "lcm", "weight": 3.0}]}},
-        {"tasks": EASY["tasks"] | {"eval_questions": 300}},
+        {"tasks": EASY["tasks"] | {"eval_questions": 50}},
         EASY | {"rollouts": {"completions_per_task": 2}},
         EASY | {"inference": {"max_completion_tokens": 16}},
         EASY | {"inference": {"temperature": 0.2}},
