@@ -326,8 +326,8 @@ class PeerBook:
         return list({r.peer_id: r for r in [*proven, *useful]}.values())[:limit]
 
     def to_save(self, now: float) -> list[PeerRecord]:
-        """At most MAX_SAVED: aged peers and those to avoid in their places, the connected ones, with or without an
-        address, and then the `best`."""
+        """At most MAX_SAVED: aged peers and those to avoid in their places, the proven half of the `best`, the
+        connected ones, with or without an address (being connected is free), and then the rest of the best."""
         records = list(self._peers.values())
         for record in records:
             record.denied = "" if self._may_by_settings(record.peer_id) else BY_SETTINGS
@@ -335,8 +335,10 @@ class PeerBook:
         told = self.deny | self.denied
         blamed = [r for r in records if r.peer_id in told or not self.welcome(r.peer_id, now)]
         blamed.sort(key=lambda r: (r.peer_id not in told, not r.shunned, -r.last_seen))
-        chosen = [*aged[:MAX_SAVED_AGED], *blamed[:MAX_SAVED_BLAMED], *(r for r in records if r.connected)]
-        return list({r.peer_id: r for r in [*chosen, *self.best(now)]}.values())[:MAX_SAVED]
+        best = self.best(now)
+        proven = [r for r in best if r.usable]
+        chosen = [*aged[:MAX_SAVED_AGED], *blamed[:MAX_SAVED_BLAMED], *proven, *(r for r in records if r.connected)]
+        return list({r.peer_id: r for r in [*chosen, *best]}.values())[:MAX_SAVED]
 
     def _add(self, peer_id: str, reason: str, count: int, change: float, now: float) -> PeerRecord:
         record = self._record(peer_id, now)

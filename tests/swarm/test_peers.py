@@ -270,6 +270,17 @@ def test_a_crowd_of_shunned_keys_pushes_out_nobody_who_worked() -> None:
     assert book.gave("worked")
 
 
+def test_a_crowd_that_is_connected_pushes_nobody_out_of_the_file_who_worked() -> None:
+    book = PeerBook()
+    for n in range(50):
+        book.saw(f"worked {n}", [f"/ip4/1.2.{n}.4/tcp/1"], NOW)
+        book.accepted(f"worked {n}", groups=40, usable=40, now=NOW)
+    crowd = {f"crowd {n}" for n in range(peers.MAX_SAVED)}
+    book.set_connected(crowd, crowd, NOW + 60)
+    saved = {record.peer_id for record in book.to_save(NOW + 60)}
+    assert all(f"worked {n}" in saved for n in range(50))
+
+
 def test_many_groups_in_one_hour_are_one_hour() -> None:
     book = PeerBook()
     for second in range(100):
