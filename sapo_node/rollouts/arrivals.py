@@ -90,7 +90,8 @@ class Arrivals:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_stock(), name="stock")
             async for received in exchange.subscribe():
-                await self.take(received)
+                if (usable := await self.take(received)) is not None:
+                    exchange.judged(received, useful=usable > 0)
 
     async def _watch_stock(self) -> None:
         while True:
@@ -148,15 +149,16 @@ class Arrivals:
                 log.info("groups of a denied peer were removed from the pool", peer=peer_id, groups=groups)
         self._purged = asked
 
-    async def take(self, received: Received) -> None:
-        """Verify one batch, and put what is good of it into the pool."""
+    async def take(self, received: Received) -> int | None:
+        """Verify one batch, and put what is good of it into the pool. Returns how many of its groups can be learned
+        from, or None if that says nothing of its sender."""
         opened, now = received.opened, self._clock()
         if not self._book.welcome(opened.batch.peer_id, now):
-            return  # fetched before its sender was shunned; all of those would still cost their share of scorers
+            return None  # fetched before its sender was shunned; all of those would still cost their share of scorers
         groups = len(opened.batch.groups)
         if await self._pool.seen([opened.content_id]):
             self._book.ignored(received.peer_id, groups, now, Reason.DUPLICATE)
-            return
+            return None  # after a restart what is in the pool comes again
         if self._licences and opened.batch.model.licence.strip().lower() not in self._licences:
             unjudged = Verified(
                 producer=opened.batch.peer_id,
@@ -165,10 +167,11 @@ class Arrivals:
                 groups=[],
             )
             await self._keep(unjudged, now)
-            return
+            return 0
         verified = await self._verifier.verify(opened, now)
         if self._book.may(verified.producer):  # the owner may have denied it meanwhile
             await self._keep(verified, now)
+        return verified.usable
 
     async def _keep(self, verified: Verified, now: float) -> None:
         await self._pool.add_external(verified.producer, verified.content_id, verified.groups, now)

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -228,6 +228,24 @@ def test_groups_without_signal_hide_nobody_and_earn_nothing(make: Any) -> None:
     assert node.look() == STOCK_ROUNDS * 4 - 5
     assert node.book.score("evil", NOW) == 0.0
     assert node.book.score("honest", NOW) == 5.0
+
+
+def test_the_exchange_is_told_which_batches_were_of_use(make: Any) -> None:
+    node = make(swarm={"accept_licences": ["apache-2.0"]})
+    told = []
+
+    class ToyExchange:
+        async def subscribe(self) -> AsyncGenerator[Received, None]:
+            for one in [received("a"), received("a"), received("b", licence="other"), received("b")]:
+                yield one
+            raise EOFError
+
+        def judged(self, batch: Received, *, useful: bool) -> None:
+            told.append((batch.peer_id, useful))
+
+    with pytest.raises(ExceptionGroup):
+        node.runner.run(node.arrivals.consume(ToyExchange()))
+    assert told == [("a", True), ("b", False), ("b", True)], "a duplicate says nothing of its sender"
 
 
 def test_an_aged_peer_that_is_gone_holds_nothing_back(make: Any) -> None:
