@@ -252,7 +252,8 @@ class SwarmSection(Section):
     """Hold other nodes' announcements (the DHT's share of work). False only for nodes that cannot be reached."""
 
     max_fetches: Annotated[int, Field(ge=1, le=64)] = 4
-    """Batches fetched at the same time; half as many of peers that gave nothing yet. 1: a silent one holds up all."""
+    """Batches fetched at the same time; half as many of peers that gave nothing lately, or slowly. 1: a silent one
+    holds up all."""
 
 
 class TrainingSection(Section):

@@ -9,7 +9,7 @@ again. A batch in which nothing could be used is no fault, but its peer rests as
 time until a batch of it is of use: worthless ones cost their sender nothing, and this node a fetch and a verification.
 
 An announcement is a word, and identities are free: what strangers announce must not keep from this node what those
-have who kept their word. A peer is *reliable* when groups of it were accepted and no fetch from it came to nothing
+have who kept their word. A peer is *reliable* when it gave something lately and no fetch from it came to nothing
 lately. Others share a part of the slots (the caller says when they are taken), those of them that let a fetch come to
 nothing wait for the rest, their offers do not end the search for more, and they are forgotten first.
 """
@@ -44,8 +44,13 @@ MAX_VAIN_SECONDS: Final = 8.0
 batches hold no group with an advantage, would lose the few that do; shorter, and a key could send some a second."""
 
 DOUBT_SECONDS: Final = 300.0
-"""How long a peer whose fetch came to nothing is not reliable. Shorter, and a few peers that give a batch now and then
-could hold the slots meant for those that keep their word."""
+"""How long a peer whose fetch came to nothing, or was slow, is not reliable. Shorter, and a few peers that give a batch
+now and then could hold the slots meant for those that keep their word."""
+
+SLOW_SECONDS: Final = 2.0
+FAST_BYTES_PER_SECOND: Final = 512 * 1024
+"""A fetch that takes longer than both together is slow. Its peer is served from the other slots, as a home link needs
+no more; eight peers that take all the time they may would otherwise leave a tenth of the fetches to everybody else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +75,7 @@ class _Offer:
     failed_at: float = 0.0
     rest: float = 0.0  # seconds after `failed_at`
     in_vain: int = 0  # batches in a row that were of no use here
-    came_to_nothing: float = -math.inf  # when a fetch did so last
+    doubted_at: float = -math.inf  # when a fetch came to nothing, or was slow, last
     attempts: dict[bytes, int] = field(default_factory=dict)
 
 
@@ -87,7 +92,7 @@ class Catalogue:
         gave: Callable[[str], bool] = lambda peer_id: True,
     ) -> None:
         """`welcome(peer_id, now)` tells whether to fetch from a peer at all; peers with the same `share` are drawn as
-        one; `gave` tells whether anything of a peer was accepted."""
+        one; `gave` tells whether a peer gave something lately."""
         self._own = own_peer_id
         self._max_age = max_age_seconds
         self._welcome = welcome
@@ -143,12 +148,14 @@ class Catalogue:
         addresses, via = tuple(offer.announcement.addresses), offer.via[listing.content_id]
         return Wanted(peer_id, offer.public_key, addresses, listing, via, self._reliable(peer_id, offer, now))
 
-    def fetched(self, wanted: Wanted) -> None:
-        """The batch arrived; what it was worth is told by `judged`."""
+    def fetched(self, wanted: Wanted, seconds: float, now: float) -> None:
+        """The batch arrived, after so long; what it was worth is told by `judged`."""
         self._busy.discard(wanted.peer_id)
         self._see(wanted.peer_id, wanted.listing.content_id)
         if offer := self._offers.get(wanted.peer_id):
             offer.failures = 0
+            if seconds > SLOW_SECONDS + wanted.listing.size / FAST_BYTES_PER_SECOND:
+                offer.doubted_at = now
 
     def failed(self, wanted: Wanted, now: float, *, give_up: bool = False, busy: bool = False) -> None:
         """The fetch brought nothing: let the peer rest; `give_up` if asking for this batch again is useless, `busy` if
@@ -163,7 +170,7 @@ class Catalogue:
         if busy:
             return
         if not give_up:
-            offer.came_to_nothing = now
+            offer.doubted_at = now
         offer.attempts[content_id] = offer.attempts.get(content_id, 0) + 1
         if give_up or offer.attempts[content_id] >= MAX_ATTEMPTS:
             self._see(wanted.peer_id, content_id)
@@ -225,4 +232,4 @@ class Catalogue:
 
 def _in_doubt(offer: _Offer, now: float) -> bool:
     """By the distance: a clock that was set back must not lengthen it."""
-    return abs(now - offer.came_to_nothing) <= DOUBT_SECONDS
+    return abs(now - offer.doubted_at) <= DOUBT_SECONDS

@@ -141,7 +141,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
             network.calls, node_id, NEIGHBOURS, 5, REPLICAS, RPC_SECONDS, client_mode=True
         )
         self.network, self.records, self.validator, self._tasks = network, records, validator, set()
-        self.rate = RateLimit(lambda peer_id: network.known(peer_id), RATE_SCALE)
+        self.rate = RateLimit(lambda peer_id: network.known_as(peer_id), RATE_SCALE)
         if serve:  # only now: what the handlers use is there
             self.client_mode = False
             self.node_info = dht_pb2.NodeInfo(node_id=node_id.to_bytes())

@@ -57,7 +57,8 @@ POLL_SECONDS: Final = 0.5
 
 AUTO_PUSH_PEERS: Final = 64
 """`push: auto` stops gossiping above this many peers that announce: gossip's cost grows with the swarm, the DHT's does
-not. Those count that gave something or are connected: announcing alone is free, and would end gossip for all."""
+not. Those count that gave something or are connected, and once a network: announcing alone is free, and would end
+gossip for all."""
 
 OPEN_SECONDS: Final = 15.0
 """For a stream to a publisher: names, a dial and the opening have deadlines of their own, together twice that."""
@@ -140,13 +141,13 @@ class Exchange:
         self._roles = list(roles)
         self._rng = rng if rng is not None else random.Random()
         self._shelf = Shelf(max_age_seconds)
-        self._server = FetchServer(self._shelf, self._welcome_now, self._count_served, self.book.gave)
+        self._server = FetchServer(self._shelf, self._welcome_now, self._count_served, self._known_as)
         self._catalogue = Catalogue(
-            identity.peer_id, max_age_seconds, self.book.wanted, self._rng, self.book.lot, self.book.gave
+            identity.peer_id, max_age_seconds, self.book.wanted, self._rng, self.book.lot, self._gave
         )
         self._announcing = AnnouncePlan(self._rng)
         self._heard: OrderedDict[bytes, None] = OrderedDict()
-        self._hint_rate = RateLimit(self.book.gave)
+        self._hint_rate = RateLimit(self._known_as)
         self._here = 0  # groups waiting for the subscriber, or in its hands
         self._running: list[Wanted] = []
         self._announce_now = asyncio.Event()
@@ -265,8 +266,8 @@ class Exchange:
     def _push_is_on(self) -> bool:
         if self._settings.push == "auto":
             connected = self.book.connected()
-            met = [peer_id for peer_id in self.peers_known() if peer_id in connected or self.book.gave(peer_id)]
-            return len(met) <= AUTO_PUSH_PEERS
+            met = [peer_id for peer_id in self.peers_known() if peer_id in connected or self.book.worked(peer_id)]
+            return len({self.book.share(peer_id) for peer_id in met}) <= AUTO_PUSH_PEERS
         return self._settings.push == "on"
 
     # Discovering
@@ -367,7 +368,7 @@ class Exchange:
             self.stats.announcements_invalid += 1
             return
         self.stats.hints_in += 1
-        if self._note(data, public_key, a, "hint"):
+        if self._note(data, public_key, a, "hint") and a.batches:
             self._fetch_now.set()
 
     # Fetching
@@ -397,7 +398,7 @@ class Exchange:
             self.stats.bytes_in += len(data)
             opened = await asyncio.to_thread(self._open, wanted, data)
             received = Received(opened, len(data), wanted.peer_id, wanted.via, time.monotonic() - started)
-            self._catalogue.fetched(wanted)
+            self._catalogue.fetched(wanted, received.seconds, time.time())
         except (FetchFailed, NetworkError) as error:
             self._fetch_failed(wanted, error)
         else:
@@ -449,6 +450,12 @@ class Exchange:
         self._fetch_now.set()
 
     # Small things
+
+    def _gave(self, peer_id: str) -> bool:
+        return self.book.gave(peer_id, time.time())
+
+    def _known_as(self, peer_id: str) -> str:
+        return self.book.known_as(peer_id, time.time())
 
     def _welcome_now(self, peer_id: str) -> bool:
         return self.book.welcome(peer_id, time.time())

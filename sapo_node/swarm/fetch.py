@@ -121,14 +121,14 @@ class FetchServer:
         shelf: Shelf,
         welcome: Callable[[str], bool],
         sent: Callable[[str, int], None],
-        known: Callable[[str], bool] = nobody,
+        known_as: Callable[[str], str] = nobody,
     ) -> None:
-        """`welcome` tells whether to talk to a peer at all, `known` who comes before strangers; `sent` is told of each
-        served batch and its bytes."""
+        """`welcome` tells whether to talk to a peer at all, `known_as` who is no stranger, and of which network; `sent`
+        is told of each served batch and its bytes."""
         self._shelf = shelf
         self._welcome = welcome
         self._sent = sent
-        self._rate = RateLimit(known)
+        self._rate = RateLimit(known_as)
 
     async def serve(self, peer_id: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer one request. Raises TimeoutError, EOFError or OSError when the peer is slow or breaks off."""

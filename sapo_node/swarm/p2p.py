@@ -67,8 +67,9 @@ class Network:
     """One p2pd and this node's place in the network. `await Network.start(...)`, and `close()` in the end.
 
     `peer_id` and `public_key` are this node's; `p2p` is hivemind's handle for the DHT; peers that are `denied` get no
-    answer on streams, gossip or DHT, peers in `foreign` (of another swarm) none in the DHT; those that are `known` come
-    before strangers where there is not enough for all. Of `private` swarms: `sealed.py`.
+    answer on streams, gossip or DHT, peers in `foreign` (of another swarm) none in the DHT; those that are known
+    (`known_as` names their networks) come before strangers where there is not enough for all. Of `private` swarms:
+    `sealed.py`.
     """
 
     private = False
@@ -78,7 +79,7 @@ class Network:
         self.public_key = identity.public_key
         self.p2p: Any = None
         self.denied: Callable[[str], bool] = lambda peer_id: False
-        self.known: Callable[[str], bool] = lambda peer_id: False
+        self.known_as: Callable[[str], str] = lambda peer_id: ""
         self.foreign: set[str] = set()
         self.reached: Callable[[str, str], object] = lambda peer_id, far_end: None  # told of each stream opened
         self.daemon = daemon
@@ -381,7 +382,7 @@ class Network:
             now = asyncio.get_running_loop().time()
             if handler is None or self.denied(peer_id):
                 return
-            if not places.has_place(self._streams, peer_id, info.proto, now, self.known):
+            if not places.has_place(self._streams, peer_id, info.proto, now, self.known_as):
                 return
             stream.peer_id, stream.protocol, stream.since, reader.asked = peer_id, info.proto, now, False
             async with asyncio.timeout(STREAM_SECONDS):

@@ -37,6 +37,11 @@ HALF_LIFE_SECONDS: Final = 1800.0
 USABLE: Final = 1.0
 """Added for an accepted group that can be learned from. Others earn nothing: they cost nothing to make."""
 
+KNOWN_AT: Final = 3.0
+"""Score from which a peer is no stranger: it is served and fetched from also while strangers flood this node. Four
+usable groups of the last ten minutes, less what they decay by; higher, and in a weak swarm, whose groups rarely have an
+advantage, nobody would be known."""
+
 REJECTED: Final = -30.0
 """Added for an envelope or group that no honest node sends. Four in a row shun a newcomer."""
 
@@ -215,7 +220,7 @@ class PeerBook:
         record = self._add(peer_id, "accepted", groups, 0.0, now)
         if usable:
             self._add(peer_id, "usable", usable, USABLE * usable, now)
-            if (hour := int(self._latest // 3600)) > record.last_hour:
+            if (hour := int(now // 3600)) != record.last_hour:  # also where a clock was ahead for a while
                 record.hours, record.last_hour = record.hours + 1, hour
         record.accepted += groups
         record.usable += usable
@@ -224,8 +229,10 @@ class PeerBook:
         record.last_accepted = max(record.last_accepted, now)
 
     def useless(self, peer_id: str, groups: int, now: float) -> None:
-        """`groups` of this peer that counted as usable could not be trained on here after all: their merit is gone."""
-        record = self._add(peer_id, "ignored: cannot be trained on", groups, -USABLE * groups, now)
+        """`groups` of this peer that counted as usable could not be trained on here after all: their merit is gone. No
+        fault of it: another tokenizer, or other settings, find them short enough."""
+        merit = max(0.0, self.score(peer_id, now))
+        record = self._add(peer_id, "ignored: cannot be trained on", groups, -min(USABLE * groups, merit), now)
         record.ignored += groups
         record.usable = max(0, record.usable - groups)
         if not record.usable:
@@ -370,11 +377,19 @@ class PeerBook:
             del self._peers[record.peer_id]
         self._counted_at = -math.inf
 
-    def gave(self, peer_id: str) -> bool:
-        """Whether usable groups of this peer were accepted here since it was last shunned; an identity alone is free,
-        and so are groups that teach nothing."""
+    def gave(self, peer_id: str, now: float) -> bool:
+        """Whether this peer gave usable groups lately: an identity is free, groups that teach nothing are, and one that
+        does is cheap enough that it must not count for ever."""
+        return self.score(peer_id, now) >= KNOWN_AT
+
+    def worked(self, peer_id: str) -> bool:
+        """Whether a usable group of this peer was ever accepted here since it was last shunned."""
         record = self._peers.get(peer_id)
         return record is not None and record.hours > 0
+
+    def known_as(self, peer_id: str, now: float) -> str:
+        """The network of a peer that gave usable groups lately; empty for a stranger."""
+        return self.network(peer_id) if self.gave(peer_id, now) else ""
 
 
 def decayed(points: float, since: float, now: float) -> float:

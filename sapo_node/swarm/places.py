@@ -2,11 +2,13 @@
 
 Each protocol has places of its own, so that nobody who fetches keeps others from greeting. Of a peer there are a few at
 a time; beyond that it comes again. When all are taken, those that did not ask for anything yet make room, strangers'
-and the oldest first; then those of strangers that have had the time in which most answers are long read. Peers that are
-`known` need not wait for that, and keep their places once they asked.
+and the oldest first; then those of strangers that have had the time in which most answers are long read. Peers that
+gave something lately need not wait for that, and keep their places much longer once they asked. In the end the network
+that holds most places makes room: what makes a peer known costs little.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -18,6 +20,10 @@ MAX_STREAMS_PER_PEER: Final = 4
 FAIR_SECONDS: Final = 5.0
 """After this time the stream of a stranger that has asked makes room when there is need. A stream may last much longer
 (a slow link, a large batch), but who asks and does not read must not keep out the others for so long."""
+
+CROWDED_SECONDS: Final = 20.0
+"""After this time the oldest stream of the known network that has most of them makes room, if it has more than the
+newcomer's. Over a slow link (1 Mbit/s) that is time for the largest batch."""
 
 
 class RequestReader(asyncio.StreamReader):
@@ -51,18 +57,28 @@ def unnamed(streams: Streams) -> int:
     return sum(not stream.peer_id for stream in streams.values())
 
 
-def has_place(streams: Streams, peer_id: str, protocol: str, now: float, known: Callable[[str], bool]) -> bool:
-    """Whether a new stream of this peer may be served; ends another's if need be."""
+def has_place(streams: Streams, peer_id: str, protocol: str, now: float, known_as: Callable[[str], str]) -> bool:
+    """Whether a new stream of this peer may be served; ends another's if need be. `known_as` gives the network of a
+    peer that gave something lately, and nothing for a stranger."""
     named = [(task, s) for task, s in streams.items() if s.peer_id and s.protocol == protocol]
     if sum(stream.peer_id == peer_id for _, stream in named) >= MAX_STREAMS_PER_PEER:
         return False
     if len(named) < MAX_STREAMS:
         return True
-    patience = 0.0 if known(peer_id) else FAIR_SECONDS
+    newcomer = known_as(peer_id)
+    networks = {task: known_as(stream.peer_id) for task, stream in named}
+    counts = Counter(network for network in networks.values() if network)
+    [(loudest, most)] = counts.most_common(1) or [("", 0)]
+
+    def waited(stream: Incoming, seconds: float) -> bool:
+        return now - stream.since >= seconds
+
     idle = [one for one in named if not one[1].reader.asked]
-    idle.sort(key=lambda one: known(one[1].peer_id))  # a request may be under way; of equals the oldest stays first
-    slow = [one for one in named if now - one[1].since >= patience and not known(one[1].peer_id)]
-    if not (ending := [*idle, *slow]):
+    idle.sort(key=lambda one: bool(networks[one[0]]))  # a request may be under way; of equals the oldest stays first
+    slow = [one for one in named if not networks[one[0]] and (newcomer or waited(one[1], FAIR_SECONDS))]
+    crowd = [one for one in named if networks[one[0]] == loudest and waited(one[1], CROWDED_SECONDS)]
+    ending = [*idle, *slow, *(crowd if most > counts[newcomer] + 1 else ())]
+    if not ending:
         return False
     task, stream = ending[0]
     del streams[task]

@@ -1,85 +1,119 @@
 """How often peers may ask: for each of them, and for all together, since identities are free.
 
 The limit for all would be a switch by which a few dozen free identities silence everybody. So it is asked only for what
-costs something (what that is, the caller says), and strangers may use no more than its upper half: peers whose groups
-this node accepted are heard while others flood it.
+costs something (what that is, the caller says), and it has two halves, one for strangers and one for peers that gave
+something lately. Each may use what the other leaves. Neither can use up the other's: strangers cannot silence those
+whose groups this node takes, nor these a newcomer. To give something costs little, addresses do not come as easily, so
+of the known half the peers of one network have a part together.
 """
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 BURST: Final = 16
 REFILL_PER_SECOND: Final = 4.0
 """Requests a peer may make at once, and from then on. An honest one fetches each listed batch (8) once."""
 
+NETWORK: Final = 2
+"""So many times as much the known peers of one network have of the known half; beyond it they count as strangers."""
+
 TOTAL_BURST: Final = 256
 TOTAL_REFILL_PER_SECOND: Final = 64.0
 """The same for all peers together: identities are free, so a limit for each is none. Many times what a node's own
 batches are worth to an honest swarm, and a bound for a link and for checking signatures."""
 
-KEPT_FOR_KNOWN: Final = 0.5
-"""Part of TOTAL_BURST that strangers leave alone. At 0 they could hold the rest at nothing."""
+LENT: Final = 0.5
+"""Part of a half's burst that the other half may use. At 1 it could hold it at nothing."""
 
 MAX_BUCKETS: Final = 1024
-"""Peers whose rate is remembered; the least recently heard is forgotten."""
+"""Peers, and networks, whose rate is remembered; the least recently heard is forgotten."""
 
 
-def nobody(peer_id: str) -> bool:
+def nobody(peer_id: str) -> str:
     """Every peer is a stranger."""
-    return False
+    return ""
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Requests that are left, of `burst` at most; `per_second` come back. A new one is full."""
+
+    burst: float
+    per_second: float
+    tokens: float = 0.0
+    since: float | None = None
+
+    def left(self, now: float) -> float:
+        if self.since is None:
+            return self.burst
+        return min(self.burst, self.tokens + (now - self.since) * self.per_second)
+
+    def pay(self, tokens: float, now: float) -> None:
+        self.tokens, self.since = self.left(now) - tokens, now
 
 
 class RateLimit:
-    """Token buckets, one for each peer (`burst` requests at once, `per_second` from then on) and one for all, `scale`
-    times as large as the constants above say. `known` tells who is no stranger. Times are of a monotonic clock."""
+    """Token buckets, `scale` times as large as the constants above say. `known_as` gives the network of a peer that
+    gave something lately, and nothing for a stranger. Times are of a monotonic clock."""
 
-    def __init__(self, known: Callable[[str], bool] = nobody, scale: int = 1) -> None:
-        self._known = known
+    def __init__(self, known_as: Callable[[str], str] = nobody, scale: int = 1) -> None:
+        self._known_as = known_as
         self._scale = scale
-        self._buckets: OrderedDict[str, tuple[float, float]] = OrderedDict()  # peer id -> tokens, at what time
-        self._total: tuple[float, float] | None = None
+        self._peers: OrderedDict[str, _Bucket] = OrderedDict()
+        self._networks: OrderedDict[str, _Bucket] = OrderedDict()
+        half = scale / 2
+        self._known, self._strangers = (
+            _Bucket(TOTAL_BURST * half, TOTAL_REFILL_PER_SECOND * half) for _ in ("known", "strangers")
+        )
 
     def take(self, peer_id: str, now: float) -> bool:
         """Whether this peer may ask now for something that costs this node."""
         # What a peer asks beyond its own share takes nothing from the others'.
-        if not self._affords(peer_id, now) or not self.take_own(peer_id, now):
+        paying = self._paying(peer_id, now)
+        if not paying or not self.take_own(peer_id, now):
             return False
-        self._total = (self._left(now) - 1.0, now)
+        for bucket in paying:
+            bucket.pay(1.0, now)
         return True
 
     def take_own(self, peer_id: str, now: float) -> bool:
         """Whether this peer may ask now for something that costs next to nothing, so that none of it keeps others
         out."""
-        tokens = self._own(peer_id, now)
-        self._set_own(peer_id, tokens - 1.0 if tokens >= 1.0 else tokens, now)
-        return tokens >= 1.0
+        bucket = self._of(self._peers, peer_id, 1)
+        if granted := bucket.left(now) >= 1.0:
+            bucket.pay(1.0, now)
+        return granted
 
     def owe(self, peer_id: str, tokens: float, now: float) -> None:
         """What was granted to this peer cost so much more than one request: it waits until that is paid."""
-        self._set_own(peer_id, self._own(peer_id, now) - tokens, now)
-        self._total = (self._left(now) - tokens, now)
+        self._of(self._peers, peer_id, 1).pay(tokens, now)
+        network = self._known_as(peer_id)
+        (self._known if network else self._strangers).pay(tokens, now)
+        if network:
+            self._of(self._networks, network, NETWORK).pay(tokens, now)
 
-    def _affords(self, peer_id: str, now: float) -> bool:
-        kept = 0.0 if self._known(peer_id) else KEPT_FOR_KNOWN * TOTAL_BURST * self._scale
-        return self._left(now) >= kept + 1.0
+    def _paying(self, peer_id: str, now: float) -> list[_Bucket]:
+        """What of the total a request of this peer is paid from; nothing if there is too little left."""
+        network = self._known_as(peer_id)
+        if network and (part := self._of(self._networks, network, NETWORK)).left(now) >= 1.0:
+            half = self._half(self._known, self._strangers, now)
+            return [half, part] if half else []
+        half = self._half(self._strangers, self._known, now)
+        return [half] if half else []
 
-    def _own(self, peer_id: str, now: float) -> float:
-        return _refilled(self._buckets.get(peer_id), now, BURST * self._scale, REFILL_PER_SECOND * self._scale)
+    def _half(self, own: _Bucket, other: _Bucket, now: float) -> _Bucket | None:
+        if own.left(now) >= 1.0:
+            return own
+        lends = other.left(now) >= other.burst * (1 - LENT) + 1.0 and own.left(now) >= 0.0  # nothing to who owes
+        return other if lends else None
 
-    def _set_own(self, peer_id: str, tokens: float, now: float) -> None:
-        self._buckets[peer_id] = (tokens, now)
-        self._buckets.move_to_end(peer_id)
-        if len(self._buckets) > MAX_BUCKETS:
-            self._buckets.popitem(last=False)
-
-    def _left(self, now: float) -> float:
-        return _refilled(self._total, now, TOTAL_BURST * self._scale, TOTAL_REFILL_PER_SECOND * self._scale)
-
-
-def _refilled(bucket: tuple[float, float] | None, now: float, burst: int, per_second: float) -> float:
-    """Tokens in a bucket now; an unknown one is full."""
-    if bucket is None:
-        return float(burst)
-    tokens, since = bucket
-    return min(float(burst), tokens + (now - since) * per_second)
+    def _of(self, table: OrderedDict[str, _Bucket], name: str, times: int) -> _Bucket:
+        if (bucket := table.get(name)) is None:
+            scale = self._scale * times
+            bucket = table[name] = _Bucket(BURST * scale, REFILL_PER_SECOND * scale)
+            if len(table) > MAX_BUCKETS:
+                table.popitem(last=False)
+        table.move_to_end(name)
+        return bucket

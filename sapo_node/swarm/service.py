@@ -175,7 +175,7 @@ class SwarmService:
         dht: SwarmDHT | None = None
         try:
             network.denied = lambda peer_id: not self.book.welcome(peer_id, time.time())
-            network.known = self.book.gave
+            network.known_as = lambda peer_id: self.book.known_as(peer_id, time.time())
             network.reached = self.book.came_from
             await self._tell_addresses(network)
             dht = await SwarmDHT.start(network, settings.name, store_for_others=settings.store_for_others)

@@ -140,7 +140,7 @@ def holder(known: Sequence[str] = ()) -> Any:
     made.records, made.validator = Full(), Validator()
     made.routing_table = SimpleNamespace(get_nearest_neighbors=lambda *_, **__: [])
     made.node_info = dht_pb2.NodeInfo(node_id=bytes(20))
-    made.rate = RateLimit(known.__contains__, dht.RATE_SCALE)
+    made.rate = RateLimit(lambda peer_id: peer_id if peer_id in known else "", dht.RATE_SCALE)
     return made
 
 

@@ -157,7 +157,7 @@ def test_offers_of_strangers_do_not_end_the_search_for_more(tmp_path: Path) -> N
     exchange = alone(tmp_path, want=lambda: 8)
     exchange._catalogue.add("evil", bytes(32), announcement(*map(large, range(8))), "hint", time.time())
     assert exchange._is_hungry()
-    exchange.book.accepted("evil", 1, 1, time.time())
+    exchange.book.accepted("evil", 4, 4, time.time())
     assert not exchange._is_hungry()
 
 
@@ -176,16 +176,32 @@ def test_a_publisher_of_worthless_batches_is_asked_more_and_more_seldom() -> Non
     for _ in range(600):
         if wanted := publish_and_take():
             asked += 1
-            made.fetched(wanted)
+            made.fetched(wanted, 0.1, now)
             made.judged("evil", False, now)
         now += 0.25
     assert 10 <= asked <= 40, "of 600 offers in 150 s"
     now += 1.5 * catalogue.MAX_VAIN_SECONDS
     wanted = publish_and_take()
     assert wanted is not None, "it is asked still"
-    made.fetched(wanted)
+    made.fetched(wanted, 0.1, now)
     made.judged("evil", True, now)
     assert publish_and_take(), "and after a batch of use at once"
+
+
+def test_peers_that_give_slowly_leave_the_others_most_slots() -> None:
+    """Hope: keys that give something, each batch just fast enough not to fail, hold every slot all the time."""
+    made = Catalogue("me", 300.0, lambda *_: True, random.Random(0))
+    now = time.time()
+    for name, seconds in (("evil", 15.0), ("home link", 3.0), ("honest", 1.0)):
+        made.add(name, bytes(32), announcement(large(1), large(2)), "hint", now)
+        wanted = made.take(now, only_reliable=True)
+        assert wanted is not None
+        made.fetched(wanted, seconds, now)
+    reliable = [made.take(now, only_reliable=True) for _ in range(2)]
+    assert sorted(wanted.peer_id for wanted in reliable if wanted) == ["home link", "honest"]
+    assert made.take(now, only_reliable=True) is None
+    assert (slow := made.take(now)) is not None, "it is asked all the same, in the slots of strangers"
+    assert slow.peer_id == "evil"
 
 
 def test_a_thousand_announcing_keys_push_no_reliable_peer_out() -> None:
@@ -211,6 +227,9 @@ def test_empty_announcements_do_not_end_gossip(tmp_path: Path) -> None:
     for n in range(AUTO_PUSH_PEERS + 1):
         exchange.book.accepted(f"peer{n}", 1, 1, time.time())
     assert not exchange._push_is_on(), "a swarm that is large indeed"
+    for n in range(AUTO_PUSH_PEERS + 1):
+        exchange.book.came_from(f"peer{n}", f"/ip4/11.1.1.{n}/tcp/1")
+    assert exchange._push_is_on(), "of one network"
 
 
 @pytest.mark.parametrize("connected", [AUTO_PUSH_PEERS, AUTO_PUSH_PEERS + 1])

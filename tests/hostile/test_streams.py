@@ -16,7 +16,15 @@ from sapo_node.swarm.fetch import CHUNK, FetchFailed, FetchServer, Status
 from sapo_node.swarm.hivemind_light import p2pd_pb2
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import read_message
-from sapo_node.swarm.places import FAIR_SECONDS, MAX_STREAMS, Incoming, RequestReader, Streams, has_place
+from sapo_node.swarm.places import (
+    CROWDED_SECONDS,
+    FAIR_SECONDS,
+    MAX_STREAMS,
+    Incoming,
+    RequestReader,
+    Streams,
+    has_place,
+)
 from sapo_node.swarm.rate_limit import BURST, RateLimit
 from tests.swarm.conftest import Loopback
 from tests.swarm.test_fetch import ask, envelope, head, in_loop, listing, says, server, shelf
@@ -81,7 +89,7 @@ def incoming(folder: Path) -> tuple[Network, list[str]]:
     """A network without p2pd, whose stream handler holds every stream it is given; who has one."""
     network = Network.__new__(Network)
     network.denied, network.foreign = set().__contains__, set()
-    network.known = set().__contains__
+    network.known_as = dict[str, str]().get
     network._streams, network._closed = {}, False
     served: list[str] = []
 
@@ -243,7 +251,9 @@ async def test_asking_in_vain_by_many_identities_keeps_nobody_out() -> None:
 async def test_fetching_by_many_identities_keeps_no_known_peer_out() -> None:
     """Hope: a thousand identities fetch what is announced, until the total is used up and all are busy."""
     good = envelope(1000)
-    made = FetchServer(shelf(good), lambda _: True, lambda *_: None, lambda peer_id: peer_id == "known")
+    made = FetchServer(
+        shelf(good), lambda _: True, lambda *_: None, lambda peer_id: "network" if peer_id == "known" else ""
+    )
     answers = [await answered(made, f"peer {n}", good.content_id) for n in range(1000)]
     assert answers[-1] is Status.BUSY
     assert await answered(made, "known", good.content_id) is Status.OK
@@ -276,8 +286,9 @@ def asking(peers: str, protocol_: str = FETCH) -> tuple[Streams, list[int]]:
     return streams, gone
 
 
-def known(peer_id: str) -> bool:
-    return peer_id.startswith("known")
+def known(peer_id: str) -> str:
+    """Each known peer is a network of its own but those of the crowd."""
+    return "one network" if peer_id.startswith("crowd") else peer_id if peer_id.startswith("known") else ""
 
 
 def test_streams_that_ask_and_do_not_read_make_room() -> None:
@@ -302,6 +313,18 @@ def test_a_crowd_of_strangers_takes_no_place_of_a_known_peer() -> None:
     assert not has_place(streams, "new", FETCH, 30.0, known)
     assert not has_place(streams, "known too", FETCH, 30.0, known)
     assert gone == []
+
+
+def test_a_crowd_that_gave_something_holds_no_place_for_ever() -> None:
+    """Hope: a key is made known by one group, and sixteen such keys ask for large batches and read nothing."""
+    streams, gone = asking("crowd")
+    assert not has_place(streams, "known", FETCH, CROWDED_SECONDS - 1.0, known)
+    assert not has_place(streams, "crowd too", FETCH, CROWDED_SECONDS + 1.0, known), (
+        "its own place is not lost to itself"
+    )
+    assert has_place(streams, "known", FETCH, CROWDED_SECONDS, known)
+    assert has_place(streams, "new", FETCH, CROWDED_SECONDS + 1.0, known)
+    assert gone == [0]
 
 
 def test_strangers_that_open_many_streams_end_no_stream_of_a_known_peer_that_is_about_to_ask() -> None:

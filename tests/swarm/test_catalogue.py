@@ -46,10 +46,10 @@ def test_the_newest_unseen_batch_of_a_peer_comes_first() -> None:
     add(c, "a", listing(1, NOW - 20), listing(2, NOW - 10))
     first = c.take(NOW)
     assert first is not None
-    c.fetched(first)
+    c.fetched(first, 0.1, NOW)
     second = c.take(NOW)
     assert second is not None
-    c.fetched(second)
+    c.fetched(second, 0.1, NOW)
     assert [first.listing, second.listing] == [listing(2, NOW - 10), listing(1, NOW - 20)]
     assert c.take(NOW) is None
 

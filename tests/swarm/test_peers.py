@@ -248,7 +248,7 @@ def test_groups_that_could_not_be_trained_on_are_no_work() -> None:
     for hour in range(25):
         book.accepted("a", groups=1, usable=1, now=NOW + 3600 * hour)
         book.useless("a", 1, NOW + 3600 * hour)
-    assert not book.gave("a")
+    assert not book.gave("a", NOW + DAY)
     assert not book.aged("a", NOW + DAY)
 
 
@@ -257,7 +257,7 @@ def test_after_a_useless_group_usable_ones_of_the_same_hour_count() -> None:
     book.accepted("a", groups=1, usable=1, now=NOW)
     book.useless("a", 1, NOW)
     book.accepted("a", groups=32, usable=32, now=NOW)
-    assert book.gave("a")
+    assert book.gave("a", NOW)
 
 
 def test_a_crowd_of_shunned_keys_pushes_out_nobody_who_worked() -> None:
@@ -267,7 +267,17 @@ def test_a_crowd_of_shunned_keys_pushes_out_nobody_who_worked() -> None:
     for n in range(2 * peers.MAX_PEERS):
         for _ in range(4):
             book.rejected(f"bad {n}", NOW + 5 * 3600)
-    assert book.gave("worked")
+    assert book.gave("worked", NOW + 4 * 3600)
+
+
+def test_who_gave_something_once_is_a_stranger_again_after_a_while() -> None:
+    """Hope: ten keys give a group each, and are served before strangers for ever, restarts included."""
+    book = PeerBook()
+    book.accepted("once", groups=1, usable=1, now=NOW)
+    assert not book.gave("once", NOW)
+    book.accepted("once", groups=32, usable=32, now=NOW)
+    assert book.known_as("once", NOW) == "once"
+    assert not book.known_as("once", NOW + 3 * 3600)
 
 
 def test_a_crowd_that_is_connected_pushes_nobody_out_of_the_file_who_worked() -> None:
