@@ -128,12 +128,15 @@ class Catalogue:
         free = [name for name, offer in offers if self._reliable(name, offer, now) and self._free(name, offer, now)]
         return sum(listing.groups for peer_id in free for listing in self._unseen(peer_id, now))
 
-    def take(self, now: float, *, only_reliable: bool = False) -> Wanted | None:
-        """Choose what to fetch next and mark its peer busy; None if there is nothing. Report back by one of
-        `fetched`, `failed`."""
+    def take(
+        self, now: float, *, only_reliable: bool = False, without: Callable[[str], bool] = lambda peer_id: False
+    ) -> Wanted | None:
+        """Choose what to fetch next and mark its peer busy; None if there is nothing, or only from peers `without`
+        which to go on now. Report back by one of `fetched`, `failed`."""
         lots: dict[bool, dict[str, list[str]]] = {False: {}, True: {}}  # whether in doubt -> share -> peers
         for peer_id, offer in self._offers.items():
-            if self._free(peer_id, offer, now) and (not only_reliable or self._reliable(peer_id, offer, now)):
+            taken = not only_reliable or self._reliable(peer_id, offer, now)
+            if taken and self._free(peer_id, offer, now) and not without(peer_id):
                 lots[_in_doubt(offer, now)].setdefault(self._share(peer_id), []).append(peer_id)
         for some in lots.values():
             for lot in self._rng.sample(list(some.values()), len(some)):

@@ -15,7 +15,7 @@ import logging
 import math
 import random
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -378,7 +378,9 @@ class Exchange:
             self._fetch_now.clear()
             # What is being fetched counts nothing yet: how much it will be is the publishers' word.
             while len(self._running) < self._settings.max_fetches and self._want() > self._here:
-                wanted = self._catalogue.take(time.time(), only_reliable=self._strangers_fill_their_slots())
+                wanted = self._catalogue.take(
+                    time.time(), only_reliable=self._strangers_fill_their_slots(), without=self._fills_its_slots()
+                )
                 if wanted is None:
                     break
                 self._running.append(wanted)
@@ -390,6 +392,13 @@ class Exchange:
         keep from this node what the others have."""
         strangers = sum(not wanted.reliable for wanted in self._running)
         return strangers >= max(1, self._settings.max_fetches // 2)
+
+    def _fills_its_slots(self) -> Callable[[str], bool]:
+        """Whether a peer's share (its network) has all the slots that one may have: half as well. Keys that give
+        groups, each as slowly as it may, would have them all."""
+        running = Counter(self.book.share(wanted.peer_id) for wanted in self._running)
+        full = {share for share, slots in running.items() if slots >= max(1, self._settings.max_fetches // 2)}
+        return lambda peer_id: bool(full) and self.book.share(peer_id) in full
 
     async def _fetch(self, wanted: Wanted) -> None:
         started = time.monotonic()

@@ -121,6 +121,20 @@ def test_a_crowd_of_silent_publishers_does_not_stop_what_reliable_peers_give(tmp
     fetched(publishers, HONEST)
 
 
+def test_a_crowd_of_one_network_that_gives_slowly_leaves_half_of_the_slots(tmp_path: Path) -> None:
+    """Hope: a hundred keys behind one address, each of which gives groups, hold every slot for as long as they may."""
+    exchange = alone(tmp_path, want=lambda: protocol.MAX_GROUPS)
+    publishers = Publishers(exchange, tmp_path)
+    for n in range(100):
+        exchange.book.accepted(f"silent{n}", 32, 32, time.time())
+        exchange.book.came_from(f"silent{n}", f"/ip4/11.1.1.{n}/tcp/1")
+    for identity in publishers.honest:
+        exchange.book.accepted(identity.peer_id, 4, 4, time.time())
+    publishers.silent(100)
+    publishers.publish(1)
+    fetched(publishers, HONEST)
+
+
 def test_a_publisher_that_gives_now_and_then_and_is_silent_else_is_not_reliable() -> None:
     """Hope: a batch that is accepted buys the slots of those that keep their word, again and again."""
     made = Catalogue("me", 300.0, lambda *_: True, random.Random(0))
