@@ -57,8 +57,8 @@ POLL_SECONDS: Final = 0.5
 
 AUTO_PUSH_PEERS: Final = 64
 """`push: auto` stops gossiping above this many peers that announce: gossip's cost grows with the swarm, the DHT's does
-not. Those count that gave something or are connected, and once a network: announcing alone is free, and would end
-gossip for all."""
+not. Those count that gave something lately or are connected, and once a network: announcing alone is free, and would
+end gossip for all."""
 
 OPEN_SECONDS: Final = 15.0
 """For a stream to a publisher: names, a dial and the opening have deadlines of their own, together twice that."""
@@ -265,9 +265,9 @@ class Exchange:
 
     def _push_is_on(self) -> bool:
         if self._settings.push == "auto":
-            connected = self.book.connected()
-            met = [peer_id for peer_id in self.peers_known() if peer_id in connected or self.book.worked(peer_id)]
-            return len({self.book.share(peer_id) for peer_id in met}) <= AUTO_PUSH_PEERS
+            connected, known = self.book.connected(), self.peers_known()
+            met = {self.book.share(p) if p in connected else self._known_as(p) for p in known} - {""}
+            return len(met) <= AUTO_PUSH_PEERS
         return self._settings.push == "on"
 
     # Discovering
@@ -394,11 +394,11 @@ class Exchange:
         return strangers >= max(1, self._settings.max_fetches // 2)
 
     def _fills_its_slots(self) -> Callable[[str], bool]:
-        """Whether a peer's share (its network) has all the slots that one may have: half as well. Keys that give
-        groups, each as slowly as it may, would have them all."""
-        running = Counter(self.book.share(wanted.peer_id) for wanted in self._running)
-        full = {share for share, slots in running.items() if slots >= max(1, self._settings.max_fetches // 2)}
-        return lambda peer_id: bool(full) and self.book.share(peer_id) in full
+        """Whether a peer's network has all the slots that one may have: half as well. Keys that give groups, each as
+        slowly as it may, would have them all."""
+        running = Counter(self.book.network(wanted.peer_id) for wanted in self._running)
+        full = {network for network, slots in running.items() if slots >= max(1, self._settings.max_fetches // 2)}
+        return lambda peer_id: bool(full) and self.book.network(peer_id) in full
 
     async def _fetch(self, wanted: Wanted) -> None:
         started = time.monotonic()

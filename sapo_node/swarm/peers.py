@@ -82,6 +82,10 @@ counts for a day from the last usable group that came through it: a stranger mus
 RECOUNT_SECONDS: Final = 60.0
 """How long the count of relays is kept."""
 
+BEHIND_SECONDS: Final = 3600.0
+"""How long times have to be behind the latest one until that is taken for a mistake. Shorter, and a clock that is set
+back for a moment would let a history begin earlier than it did."""
+
 MAX_REASONS: Final = 40
 OTHER: Final = "other"
 """Reasons counted for a peer; there are fewer, so this only bounds what a file may hold."""
@@ -164,6 +168,7 @@ class PeerBook:
         self._peers = {record.peer_id: msgspec.structs.replace(record, **fresh) for record in known}
         times = (at for r in self._peers.values() for at in (r.last_seen, r.scored_at, r.last_accepted))
         self._latest = max(times, default=0.0)  # of all times ever passed in
+        self._behind_since = math.inf  # the earliest time passed in since they are behind that
         self._relays: set[str] = set()  # networks of relays in use, as counted
         self._counted_at = -math.inf  # by `_latest`
 
@@ -224,9 +229,10 @@ class PeerBook:
                 record.hours, record.last_hour = record.hours + 1, hour
         record.accepted += groups
         record.usable += usable
-        if not record.first_accepted:  # by a clock that was set back nobody's history may begin earlier
+        # By a clock that was set back nobody's history may begin earlier; one that was ahead for a while is set right.
+        if not 0.0 < record.first_accepted <= self._latest:
             record.first_accepted = self._latest
-        record.last_accepted = max(record.last_accepted, now)
+        record.last_accepted = min(max(record.last_accepted, now), self._latest)
 
     def useless(self, peer_id: str, groups: int, now: float) -> None:
         """`groups` of this peer that counted as usable could not be trained on here after all: their merit is gone. No
@@ -354,8 +360,17 @@ class PeerBook:
         record.scored_at = now
         return record
 
+    def _tick(self, now: float) -> None:
+        """Keep the latest time. A clock that has been behind it for an hour is right, and was ahead before."""
+        if now >= self._latest:
+            self._latest, self._behind_since = now, math.inf
+        elif now - self._behind_since >= BEHIND_SECONDS:
+            self._latest, self._behind_since, self._counted_at = now, math.inf, -math.inf
+        else:
+            self._behind_since = min(self._behind_since, now)
+
     def _record(self, peer_id: str, now: float) -> PeerRecord:
-        self._latest = max(self._latest, now)
+        self._tick(now)
         record = self._peers.get(peer_id)
         if record is None:
             if len(self._peers) >= MAX_PEERS:
@@ -365,13 +380,13 @@ class PeerBook:
         return record
 
     def _forget_the_least_telling(self, now: float) -> None:
-        """Make room: a tenth of the table goes. Aged peers stay longest, then those that gave usable groups, then
-        shunned ones (bad records are cheap); of equals those go first whose score is nearest to 0 (a fresh record would
-        read the same)."""
+        """Make room: a tenth of the table goes. Aged peers stay longest, then those that gave usable groups, in more
+        hours before fewer, then shunned ones (bad records are cheap); of equals those go first whose score is nearest
+        to 0 (a fresh record would read the same)."""
 
-        def worth(record: PeerRecord) -> tuple[bool, bool, bool, float, float]:
+        def worth(record: PeerRecord) -> tuple[bool, int, bool, float, float]:
             score = decayed(record.score, record.scored_at, now)
-            return _is_aged(record, now), record.hours > 0, record.shunned, abs(score), record.last_seen
+            return _is_aged(record, now), record.hours, record.shunned, abs(score), record.last_seen
 
         for record in sorted(self._peers.values(), key=worth)[: max(1, MAX_PEERS // 10)]:
             del self._peers[record.peer_id]
@@ -381,11 +396,6 @@ class PeerBook:
         """Whether this peer gave usable groups lately: an identity is free, groups that teach nothing are, and one that
         does is cheap enough that it must not count for ever."""
         return self.score(peer_id, now) >= KNOWN_AT
-
-    def worked(self, peer_id: str) -> bool:
-        """Whether a usable group of this peer was ever accepted here since it was last shunned."""
-        record = self._peers.get(peer_id)
-        return record is not None and record.hours > 0
 
     def known_as(self, peer_id: str, now: float) -> str:
         """The network of a peer that gave usable groups lately; empty for a stranger."""

@@ -121,13 +121,15 @@ def test_a_crowd_of_silent_publishers_does_not_stop_what_reliable_peers_give(tmp
     fetched(publishers, HONEST)
 
 
-def test_a_crowd_of_one_network_that_gives_slowly_leaves_half_of_the_slots(tmp_path: Path) -> None:
-    """Hope: a hundred keys behind one address, each of which gives groups, hold every slot for as long as they may."""
+@pytest.mark.parametrize("reached_at", ["/ip4/11.1.1.{}/tcp/1", "/ip4/11.1.1.1/tcp/1/p2p/relay/p2p-circuit"])
+def test_a_crowd_of_one_network_that_gives_slowly_leaves_half_of_the_slots(tmp_path: Path, reached_at: str) -> None:
+    """Hope: a hundred keys behind one address, or one relay, each of which gives groups, hold every slot for as long as
+    they may."""
     exchange = alone(tmp_path, want=lambda: protocol.MAX_GROUPS)
     publishers = Publishers(exchange, tmp_path)
     for n in range(100):
         exchange.book.accepted(f"silent{n}", 32, 32, time.time())
-        exchange.book.came_from(f"silent{n}", f"/ip4/11.1.1.{n}/tcp/1")
+        exchange.book.came_from(f"silent{n}", reached_at.format(n))
     for identity in publishers.honest:
         exchange.book.accepted(identity.peer_id, 4, 4, time.time())
     publishers.silent(100)
@@ -239,7 +241,7 @@ def test_empty_announcements_do_not_end_gossip(tmp_path: Path) -> None:
     assert len(exchange.peers_known()) == AUTO_PUSH_PEERS + 1
     assert exchange._push_is_on()
     for n in range(AUTO_PUSH_PEERS + 1):
-        exchange.book.accepted(f"peer{n}", 1, 1, time.time())
+        exchange.book.accepted(f"peer{n}", 4, 4, time.time())
     assert not exchange._push_is_on(), "a swarm that is large indeed"
     for n in range(AUTO_PUSH_PEERS + 1):
         exchange.book.came_from(f"peer{n}", f"/ip4/11.1.1.{n}/tcp/1")

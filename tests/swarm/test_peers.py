@@ -491,3 +491,11 @@ def test_no_more_is_fetched_from_the_half_of_which_there_is_enough() -> None:
     book.enough_aged, book.enough_new = True, False
     assert not book.wanted("old", now)
     assert book.wanted("new", now)
+
+
+def test_a_clock_that_was_ahead_for_a_moment_keeps_nobody_from_an_age() -> None:
+    book = PeerBook()
+    book.accepted("a", groups=1, usable=1, now=NOW + 10 * DAY)
+    for hour in range(30):
+        book.accepted("a", groups=1, usable=1, now=NOW + 3600 * hour)
+    assert book.aged("a", NOW + 30 * 3600)
