@@ -37,6 +37,11 @@ HALF_LIFE_SECONDS: Final = 1800.0
 USABLE: Final = 1.0
 """Added for an accepted group that can be learned from. Others earn nothing: they cost nothing to make."""
 
+USELESS: Final = -2.0
+"""Added for a usable group that cannot be trained on here after all. It takes back more than was earned: at USABLE or
+less, groups that do not fit would cost this node their looks and their sender nothing. Alone it shuns nobody: an honest
+peer may write more than this node can read."""
+
 REJECTED: Final = -30.0
 """Added for an envelope or group that no honest node sends. Four in a row shun a newcomer."""
 
@@ -224,8 +229,9 @@ class PeerBook:
         record.last_accepted = max(record.last_accepted, now)
 
     def useless(self, peer_id: str, groups: int, now: float) -> None:
-        """`groups` of this peer that counted as usable could not be trained on here after all: their merit is gone."""
-        record = self._add(peer_id, "ignored: cannot be trained on", groups, -USABLE * groups, now)
+        """`groups` of this peer that counted as usable could not be trained on here after all: their merit is gone,
+        and as much again."""
+        record = self._add(peer_id, "ignored: cannot be trained on", groups, USELESS * groups, now)
         record.ignored += groups
         record.usable = max(0, record.usable - groups)
         if not record.usable:

@@ -252,6 +252,15 @@ def test_groups_that_could_not_be_trained_on_are_no_work() -> None:
     assert not book.aged("a", NOW + DAY)
 
 
+def test_a_group_that_does_not_fit_costs_more_than_one_that_does_earns() -> None:
+    book = PeerBook()
+    book.accepted("a", groups=40, usable=40, now=NOW)
+    book.useless("a", 20, NOW)
+    assert book.score("a", NOW) <= 0
+    book.useless("a", 1000, NOW)
+    assert book.welcome("a", NOW), "an honest peer may write more than this node can read"
+
+
 def test_many_groups_in_one_hour_are_one_hour() -> None:
     book = PeerBook()
     for second in range(100):
