@@ -31,7 +31,7 @@ from sapo_node.monitor import log as logging_setup
 from sapo_node.monitor.counters import SwarmCounters
 from sapo_node.monitor.metrics import EvalRecord, EventRecord, Record, RoundRecord
 from sapo_node.monitor.status import REWARD_ROUNDS, NodeStatus, State, StatusFile
-from sapo_node.monitor.watch import Watch
+from sapo_node.monitor.watch import Watch, conditions
 from sapo_node.rollouts.arrivals import Arrivals
 from sapo_node.rollouts.pool import Pool, PoolError
 from sapo_node.rollouts.sampling import Sampling
@@ -200,7 +200,7 @@ class Node:
             group.create_task(self._policy.start(), name="policy")
         for layer in self._scorers.missing_protection:
             log.warning("a layer of the sandbox around strangers' answers is missing", layer=layer)
-        self._restore_own_state()
+        self._restore_own_state(conditions(tasks, config))
         await self._watch.measure(self._policy)
         self._tell_model()
         self._held = await HeldOut.prepare(config, tasks, self._scorers)
@@ -247,16 +247,17 @@ class Node:
         for note in info.notes:
             log.warning(note)
 
-    def _restore_own_state(self) -> None:
+    def _restore_own_state(self, asked: str) -> None:
         newest = checkpoint.latest(self._data.checkpoints)
         if newest is None:
+            self._watch.restore(None, asked)
             return
         extra = checkpoint.read_state(newest).extra
         version, internal, gauss = extra["rng"]
         self._rng.setstate((version, tuple(internal), gauss))
         self._own_groups, self._external_used = extra["own_groups"], extra["external_used"]
-        self._held_out_start = extra["held_out_start"]
-        self._watch.restore(extra.get("alarms"))
+        if self._watch.restore(extra.get("alarms"), asked):  # else the first score was one of other questions
+            self._held_out_start = extra["held_out_start"]
         self._saved_version = self._policy.version
         log.info("resumed", checkpoint=newest.name)
         self._remember("resumed", newest.name)

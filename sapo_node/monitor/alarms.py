@@ -7,8 +7,9 @@ that begin or end out; `watch.py` feeds them and does what follows from them. Th
   another. Compared question by question, since a constant may be honest: "2" is a third of gcd's truths. Truths of
   these questions must differ among themselves too, or an answer that is only written otherwise ("yes", "Yes.") would
   pass for a hack. Own groups show it for the task, whoever sends it. Groups of one share of others show it for that
-  share alone: a free key could make up whatever it wants an alarm about. Where HACK_VOICES shares show the same, each
-  by itself, it is so for the task with these settings.
+  share alone: a free key could make up whatever it wants an alarm about. Where peers of HACK_VOICES networks show the
+  same, each by itself, it is so for the task with these settings. A peer speaks once: when it comes to count for
+  another share, what it sent before is taken back.
 - `Collapse`: far fewer questions get any right answer than once did, or the policy has become sure of itself while it
   earns less than it did.
 - `Drift`: fixed texts that belong to no task have become much less likely than at the start.
@@ -35,8 +36,8 @@ HACK_QUESTIONS: Final = 16  # distinct ones that it must have earned on: fewer m
 HACK_OVER_SHARE: Final = 0.25  # below which it is over, seen over HACK_FRESH groups since it began
 HACK_FRESH: Final = 32
 HACK_SECONDS: Final = 1800.0  # after which it is looked at again with others' groups
-HACK_WINDOWS: Final = 256  # 40 kB each; of the share of others with most of them the quietest is forgotten first
-HACK_VOICES: Final = 3  # shares of others (`PeerBook.share`) that must show it: fewer are one party too easily
+HACK_WINDOWS: Final = 256  # 40 kB each; of the network of others with most of them the quietest is forgotten first
+HACK_VOICES: Final = 3  # networks of others (`PeerBook.network`) that must show it: fewer are one party too easily
 HACK_VOICE_QUESTIONS: Final = 6  # distinct ones on which each of them must: all together HACK_QUESTIONS
 HACK_ALARMS: Final = 64  # about groups of others that last at a time; the oldest ends for a new one
 SHOWN: Final = 40  # characters of an answer that are shown
@@ -104,11 +105,27 @@ class _Hacked(Struct, frozen=True):
     since: float
 
 
-class _Window(Struct):
-    """What one voice showed lately."""
+class Sender(NamedTuple):
+    """Whose groups are heard."""
 
-    groups: deque[Earned]
+    peer: str
+    share: str  # `PeerBook.share`: what it is barred with
+    network: str  # `PeerBook.network`: keys behind one relay may each be a share, and are one voice all the same
+
+
+_OWN: Final = Sender("", "", "")
+
+
+class _Window(Struct):
+    """What one share, or this node, showed lately."""
+
+    heard: deque[tuple[str, Earned]]  # with the peer that sent it
+    network: str = ""
     suspect: _Suspect | None = None
+
+    @property
+    def groups(self) -> list[Earned]:
+        return [group for _, group in self.heard]
 
 
 class _About(NamedTuple):
@@ -134,7 +151,7 @@ class RewardHack:
     def own(self, task: str, group: Earned, now: float) -> list[Alarm]:
         """One more rewarded group that this node sampled. `now` in seconds, of any clock."""
         about = _About(task)
-        window = self._heard(about, group)
+        window = self._heard(about, group, _OWN)
         hacked = self._hacked.get(about)
         if hacked is None:
             if window.suspect is None or window.suspect.questions < HACK_QUESTIONS:
@@ -142,22 +159,24 @@ class RewardHack:
             self._forget(about)  # whether it is over is told by what comes from now on
             return [self._begin(about, window.suspect, now)]
         share = _share(window.groups, hacked.suspect.digest)
-        if len(window.groups) >= HACK_FRESH and share < HACK_OVER_SHARE:
+        if len(window.heard) >= HACK_FRESH and share < HACK_OVER_SHARE:
             return [self._end(about, f"its share of the rewards is now {share:.0%}")]
         return []
 
-    def others(self, task: str, settings: bytes, share: str, group: Earned, now: float) -> list[Alarm]:
-        """One more rewarded group of others; `share` is what its producer counts for."""
-        said = self._heard(_About(task, settings, share), group).suspect
+    def others(self, task: str, settings: bytes, sender: Sender, group: Earned, now: float) -> list[Alarm]:
+        """One more rewarded group of others."""
+        about, share = _About(task, settings, sender.share), sender.share
+        self._leave_elsewhere(about, sender.peer)
+        said = self._heard(about, group, sender).suspect
         if said is None or self.lasts(task, settings, share):
             return []
-        voices = [
-            window.suspect
-            for about, window in self._windows.items()
-            if about[:2] == (task, settings) and about.share and window.suspect and window.suspect.digest == said.digest
-        ]
-        voices = [voice for voice in voices if voice.questions >= HACK_VOICE_QUESTIONS]
-        if len(voices) >= HACK_VOICES:
+        voices, networks = [], set[str]()
+        for one, window in self._windows.items():
+            found = window.suspect if one[:2] == (task, settings) and one.share else None
+            if found and found.digest == said.digest and found.questions >= HACK_VOICE_QUESTIONS:
+                voices.append(found)
+                networks.add(window.network)
+        if len(networks) >= HACK_VOICES:
             mean, questions = fmean(voice.share for voice in voices), sum(voice.questions for voice in voices)
             about, said = _About(task, settings), _Suspect(said.digest, said.shown, mean, questions)
             self._forget(about)
@@ -174,17 +193,28 @@ class RewardHack:
         old = [about for about, hacked in self._hacked.items() if now - hacked.since >= HACK_SECONDS]
         return [self._end(about, "others' groups are looked at again") for about in old]
 
-    def _heard(self, about: _About, group: Earned) -> _Window:
+    def _heard(self, about: _About, group: Earned, sender: Sender) -> _Window:
         """The window of these with one more group in it."""
         window = self._windows.pop(about, None) or _Window(deque(maxlen=HACK_GROUPS))
         self._windows[about] = window
-        window.groups.append(group)
+        window.heard.append((sender.peer, group))
+        window.network = sender.network
         window.suspect = _suspect(window.groups)
         if len(self._windows) > HACK_WINDOWS:  # own ones stay: they are as many as the mixture has tasks
-            kept = Counter(one.share for one in self._windows if one.share)
-            for share, _ in kept.most_common(1):
-                del self._windows[next(one for one in self._windows if one.share == share)]
+            kept = Counter(one.network for one in self._windows.values() if one.network)
+            for network, _ in kept.most_common(1):
+                del self._windows[next(key for key, one in self._windows.items() if one.network == network)]
         return window
+
+    def _leave_elsewhere(self, about: _About, peer: str) -> None:
+        """A peer speaks once: what it sent while it counted for another share is taken back."""
+        for one, window in list(self._windows.items()):
+            if one[:2] != about[:2] or one.share in ("", about.share) or all(who != peer for who, _ in window.heard):
+                continue
+            window.heard = deque([word for word in window.heard if word[0] != peer], maxlen=HACK_GROUPS)
+            window.suspect = _suspect(window.groups)
+            if not window.heard:
+                del self._windows[one]
 
     def _forget(self, about: _About) -> None:
         """Forget the windows that an alarm is about."""

@@ -4,8 +4,9 @@ Every own group passes `own`, every one of others that was verified `external`; 
 the record of the round, which gets its numbers on the policy here. While an alarm lasts, `bars` (others' groups of a
 task are left aside), `limit` (J is halved) and `shares` (own groups are not published) say what follows.
 
-A checkpoint keeps the levels that later ones are compared with. The windows start anew with the process: a reward hack
-is seen again within some rounds.
+A checkpoint keeps the levels that later ones are compared with, and under which `conditions` they were measured:
+levels of other questions say nothing about the policy. The windows start anew with the process: a reward hack is seen
+again within some rounds.
 """
 
 import time
@@ -16,11 +17,13 @@ import msgspec
 import structlog
 from msgspec import Struct, structs
 
-from sapo_node.config import TrainingSection
-from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Earned, Fallen, Levels, RewardHack, Strayed, earned
+from sapo_node.config import NodeConfig, TrainingSection
+from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Earned, Fallen, Levels, RewardHack, Sender, Strayed, earned
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.rollouts.pool import NewGroup
+from sapo_node.swarm.protocol import digest
 from sapo_node.tasks.base import answer_digest, extract_answer
+from sapo_node.tasks.mixture import Mixture
 from sapo_node.training.base import TextScore
 from sapo_node.training.supervised import PolicyLost
 from sapo_node.workers import WorkerError
@@ -56,6 +59,20 @@ class Memory(Struct, kw_only=True):
 
     collapse: Fallen
     drift: Strayed
+    conditions: str = ""  # of the levels in `collapse`; the fixed texts of `drift` are the same whatever is asked
+
+
+def conditions(tasks: Mixture, config: NodeConfig) -> str:
+    """A digest of all but the policy that decides what its groups earn, how sure of itself it seems in them, and what
+    it scores on held-out questions."""
+    of_tasks = [
+        (entry.spec.source, entry.spec.name, entry.spec.version, entry.spec.config_hash, entry.weight, entry.verifier)
+        for entry in tasks.entries
+    ]
+    sampler = config.inference
+    how = (sampler.temperature, sampler.max_completion_tokens, sampler.system_prompt, config.tasks.curriculum)
+    many = (config.rollouts.completions_per_task, config.tasks.eval_questions)
+    return digest(repr((of_tasks, how, many)).encode()).hex()
 
 
 class Watch:
@@ -76,6 +93,7 @@ class Watch:
         self._sums = _Sums()
         self._texts: dict[int, None] = {}  # hashes, the oldest first
         self._newest: dict[str, float | None] = {}
+        self._conditions = ""
 
     # -- what it is shown ---------------------------------------------------------------------------------------------
 
@@ -100,15 +118,19 @@ class Watch:
                     sums.tokens += len(completion.logprobs)
                     sums.surprise -= sum(completion.logprobs)
 
-    def external(self, groups: Sequence[NewGroup], share: str) -> None:
-        """Groups of another that were verified and judged here; `share` is what it counts for."""
+    def external(self, groups: Sequence[NewGroup], sender: Sender) -> None:
+        """Groups of another that were verified and judged here."""
         for group in groups:
             if (found := _answers(group)) is not None:
-                self._tell(self._hack.others(group.task.name, group.task.config_hash, share, found, self._clock()))
+                self._tell(self._hack.others(group.task.name, group.task.config_hash, sender, found, self._clock()))
+
+    def look_again(self) -> None:
+        """End the alarms about others' groups that have lasted long enough. Also to be called while no round ends."""
+        self._tell(self._hack.look_again(self._clock()))
 
     async def close(self, record: RoundRecord, policy: Scorable) -> RoundRecord:
         """A round is over: its record with the numbers on the policy. Looks at the fixed texts every some rounds."""
-        self._tell(self._hack.look_again(self._clock()))
+        self.look_again()
         sums, self._sums = self._sums, _Sums()
         entropy = sums.surprise / sums.tokens if sums.tokens else None
         numbers: dict[str, float | None] = {}
@@ -184,19 +206,25 @@ class Watch:
 
     def memory(self) -> dict[str, Any]:
         """Plain values for a checkpoint."""
-        memory = Memory(collapse=self._collapse.memory, drift=self._drift.memory)
+        memory = Memory(collapse=self._collapse.memory, drift=self._drift.memory, conditions=self._conditions)
         values: dict[str, Any] = msgspec.to_builtins(memory)
         return values
 
-    def restore(self, values: Mapping[str, Any] | None) -> None:
-        """Go on from `memory`; None: from a checkpoint that has none, so levels are compared with the next ones."""
+    def restore(self, values: Mapping[str, Any] | None, conditions: str = "") -> bool:
+        """Go on from `memory` under the `conditions` of now; whether they are those of then. None: there is no memory,
+        so levels are compared with the next ones; those for collapse also where conditions were others."""
+        self._conditions = conditions
         if values is None:
-            return
+            return False
         memory = msgspec.convert(values, Memory)
+        if memory.conditions != conditions:
+            log.info("tasks or sampling have changed: the alarm about collapse begins anew")
+            memory.collapse = Fallen()
         self._collapse, self._drift = Collapse(memory.collapse), Drift(memory.drift)
         for kind, lasts in (("collapse", memory.collapse.lasts), ("drift", memory.drift.lasts)):
             if lasts:
                 self._lasting[kind, ""] = f"the alarm about {kind} goes on from before the restart"
+        return memory.conditions == conditions
 
 
 def _answers(group: NewGroup) -> Earned | None:
@@ -216,5 +244,5 @@ class Unwatched(Watch):
     def own(self, groups: Sequence[NewGroup]) -> None:
         """Not looked at."""
 
-    def external(self, groups: Sequence[NewGroup], share: str) -> None:
+    def external(self, groups: Sequence[NewGroup], sender: Sender) -> None:
         """Not looked at."""

@@ -17,6 +17,7 @@ import structlog
 
 from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
+from sapo_node.monitor.alarms import Sender
 from sapo_node.monitor.watch import Unwatched, Watch
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.quarantine import Quarantine
@@ -33,6 +34,7 @@ log = structlog.get_logger(__name__)
 STOCK_ROUNDS: Final = 8
 """Usable groups kept in stock, in rounds of J. More would be older when they are used, fewer leaves no choice."""
 
+EXPIRE_SECONDS: Final = 60.0  # between two looks at what became too old; the end of a round looks too, if there is one
 STOCK_SECONDS: Final = 0.5  # between two looks at the stock; it also changes with every batch that arrives
 TELL_EVERY_SECONDS: Final = 60.0  # a peer that sends nonsense all day gets a line a minute, not one a batch
 
@@ -62,6 +64,7 @@ class Arrivals:
         self._clock = clock
         book.fair = config.training.rule == "capped"
         self._told = float("-inf")
+        self._expired = clock()
         self.counts: Counter[str] = Counter()  # groups by outcome since the start
         self.reasons: Counter[Reason] = Counter()  # groups by reason since the start
         self._verifier = Verifier(
@@ -87,13 +90,24 @@ class Arrivals:
         async with asyncio.TaskGroup() as group:
             group.create_task(self._watch_stock(), name="stock")
             async for received in exchange.subscribe():
-                await self.take(received)
+                if (usable := await self.take(received)) is not None:
+                    exchange.judged(received, useful=usable > 0)
 
     async def _watch_stock(self) -> None:
         while True:
             await self.purge()
+            await self.expire()
             await self.count_stock()
             await asyncio.sleep(STOCK_SECONDS)
+
+    async def expire(self) -> None:
+        """End, now and then, what ends by time alone: groups come in also while a round waits, or cannot be taken."""
+        now = self._clock()
+        if 0 <= now - self._expired < EXPIRE_SECONDS:  # a clock that was set back starts anew
+            return
+        self._expired = now
+        self._watch.look_again()
+        await self._pool.expire_by_age(now)
 
     async def count_stock(self) -> None:
         """Look at the pool; `want`, and from whom, follows from it."""
@@ -135,15 +149,16 @@ class Arrivals:
                 log.info("groups of a denied peer were removed from the pool", peer=peer_id, groups=groups)
         self._purged = asked
 
-    async def take(self, received: Received) -> None:
-        """Verify one batch, and put what is good of it into the pool."""
+    async def take(self, received: Received) -> int | None:
+        """Verify one batch, and put what is good of it into the pool. Returns how many of its groups can be learned
+        from, or None if that says nothing of its sender."""
         opened, now = received.opened, self._clock()
         if not self._book.welcome(opened.batch.peer_id, now):
-            return  # fetched before its sender was shunned; all of those would still cost their share of scorers
+            return None  # fetched before its sender was shunned; all of those would still cost their share of scorers
         groups = len(opened.batch.groups)
         if await self._pool.seen([opened.content_id]):
             self._book.ignored(received.peer_id, groups, now, Reason.DUPLICATE)
-            return
+            return None  # after a restart what is in the pool comes again
         if self._licences and opened.batch.model.licence.strip().lower() not in self._licences:
             unjudged = Verified(
                 producer=opened.batch.peer_id,
@@ -152,14 +167,16 @@ class Arrivals:
                 groups=[],
             )
             await self._keep(unjudged, now)
-            return
+            return 0
         verified = await self._verifier.verify(opened, now)
         if self._book.may(verified.producer):  # the owner may have denied it meanwhile
             await self._keep(verified, now)
+        return verified.usable
 
     async def _keep(self, verified: Verified, now: float) -> None:
         await self._pool.add_external(verified.producer, verified.content_id, verified.groups, now)
-        self._watch.external(verified.groups, self._book.share(verified.producer))
+        peer, book = verified.producer, self._book
+        self._watch.external(verified.groups, Sender(peer, book.share(peer), book.network(peer)))
         self._judge_sender(verified, now)
         await self.count_stock()
 

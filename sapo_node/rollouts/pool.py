@@ -26,7 +26,6 @@ replaced silently, because the use counts would be forgotten with it.
 import math
 import sqlite3
 import time
-from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -38,7 +37,8 @@ from msgspec import Struct
 
 from sapo_node.config import RolloutsSection
 from sapo_node.rollouts.pool_file import Lane, PoolError
-from sapo_node.rollouts.schema import Finish, Group, TaskRef
+from sapo_node.rollouts.schema import Group, TaskRef
+from sapo_node.rollouts.stored import pack_completions, unpack_completions
 from sapo_node.swarm.protocol import EPOCH_SECONDS, MAX_AGE_SECONDS, MAX_EPOCHS_AHEAD, MAX_INDEX, digest, epoch_of
 from sapo_node.tasks.base import TaskSpec
 from sapo_node.training.base import Origin, TrainCompletion, TrainGroup
@@ -50,7 +50,10 @@ Counter = Literal["batch", "announcement"]
 
 MAX_CANDIDATES: Final = 1024  # newest groups the sampler chooses from: far more than any I or J, few enough to be quick
 MAX_SEEN: Final = 100_000  # digests remembered (about 10 MB); the oldest go first
+SEEN_SHARE: Final = 1024  # of `max_bytes` there is one digest of 100 bytes to so many: they leave room for groups
 SEEN_SECONDS: Final = MAX_AGE_SECONDS + (MAX_EPOCHS_AHEAD + 2) * EPOCH_SECONDS  # longest that a group stays acceptable
+
+_rewards_decoder: Final = msgspec.json.Decoder(tuple[float, ...])
 
 
 class NewGroup(Struct, frozen=True, kw_only=True):
@@ -147,6 +150,7 @@ class Pool:
                 for group in groups
                 if _mark(db, coordinates(producer, group.task), now) and not _asked(db, producer, group.question_sha256)
             ]
+            _forget_seen(db, self._limits, now)
             return ids, _evict(db, self._limits)
 
         ids, evicted = await self._writer.ask(add)
@@ -212,11 +216,12 @@ class Pool:
         return found
 
     async def _recent(self, now: float) -> list[tuple[Origin, str, str, bytes, Sequence[float]]]:
-        """Origin, producer, task, its settings' hash and rewards of the groups of the last `max_age_seconds`: the
-        newest of each producer, as many of one as of another."""
+        """Origin, producer, task, its settings' hash and rewards of the groups of the last `max_age_seconds`: own ones,
+        however many others there are, and the newest of each other producer, as many of one as of another."""
+        own, others = (_newest_of_each(f"origin = '{origin}' AND drawn_at >= ?") for origin in ("local", "external"))
         sql = f"""SELECT origin, producer, name, config_hash, rewards FROM groups
-                  WHERE id IN ({_newest_of_each("drawn_at >= ?")}) ORDER BY id DESC"""
-        values = (now - self._limits.max_age_seconds, MAX_CANDIDATES)
+                  WHERE id IN ({own}) OR id IN ({others}) ORDER BY id DESC"""
+        values = 2 * (now - self._limits.max_age_seconds, MAX_CANDIDATES)
         rows = await self._reader.ask(lambda db: db.execute(sql, values).fetchall())
         return [(*names, _rewards_decoder.decode(rewards)) for *names, rewards in rows]
 
@@ -245,22 +250,24 @@ class Pool:
     async def expire(self, now: float, policy_version: int, max_staleness: int) -> int:
         """Forget what can no longer be trained on; returns the number of groups.
 
-        Groups of others and used own ones go by age. Unused own ones go when their policy version is too old, or newer
-        than ours: then they come from steps after the checkpoint from which this node resumed.
+        Groups of others and used own ones go by age (`expire_by_age`). Unused own ones go when their policy version is
+        too old, or newer than ours: then they come from steps after the checkpoint from which this node resumed.
         """
+        sql = "DELETE FROM groups WHERE origin = 'local' AND uses = 0 AND policy_version NOT BETWEEN ? AND ?"
+        values = (policy_version - max_staleness, policy_version)
+        gone = await self._writer.ask(lambda db: db.execute(sql, values).rowcount)
+        self._expired += gone
+        return gone + await self.expire_by_age(now)
+
+    async def expire_by_age(self, now: float) -> int:
+        """Forget what is too old, whatever the policy is: it comes in, and ages, while no round is taken too."""
         oldest = now - self._limits.max_age_seconds
 
         def expire(db: sqlite3.Connection) -> int:
-            gone = db.execute(
-                """DELETE FROM groups WHERE CASE WHEN origin = 'local' AND uses = 0
-                   THEN policy_version NOT BETWEEN ? AND ? ELSE drawn_at < ? END""",
-                (policy_version - max_staleness, policy_version, oldest),
-            ).rowcount
-            db.execute("DELETE FROM seen WHERE until < ?", (now,))
-            newest = "SELECT digest FROM seen ORDER BY until DESC LIMIT -1 OFFSET ?"
-            db.execute(f"DELETE FROM seen WHERE digest IN ({newest})", (MAX_SEEN,))
+            _forget_seen(db, self._limits, now)
             db.execute("DELETE FROM next_index WHERE epoch < ?", (epoch_of(oldest),))
-            return gone
+            sql = "DELETE FROM groups WHERE NOT (origin = 'local' AND uses = 0) AND drawn_at < ?"
+            return db.execute(sql, (oldest,)).rowcount
 
         gone = await self._writer.ask(expire)
         self._expired += gone
@@ -342,7 +349,7 @@ def _insert(
         "question_sha256": group.question_sha256,
         "rewards": msgspec.json.encode(group.rewards).decode(),
         "question": group.question,
-        "completions": _pack(group.completions),
+        "completions": pack_completions(group.completions),
         "teaches": group.teaches and informative(group.rewards),
     }
     places = ", ".join(f":{name}" for name in row)
@@ -439,6 +446,13 @@ def _mark(db: sqlite3.Connection, key: bytes, now: float) -> bool:
     return db.execute("INSERT OR IGNORE INTO seen VALUES (?, ?)", (key, now + SEEN_SECONDS)).rowcount == 1
 
 
+def _forget_seen(db: sqlite3.Connection, limits: RolloutsSection, now: float) -> None:
+    """Digests of what cannot arrive again, and the oldest beyond the most that are kept."""
+    db.execute("DELETE FROM seen WHERE until < ?", (now,))
+    oldest = "SELECT digest FROM seen ORDER BY until DESC LIMIT -1 OFFSET ?"
+    db.execute(f"DELETE FROM seen WHERE digest IN ({oldest})", (min(MAX_SEEN, limits.max_bytes // SEEN_SHARE),))
+
+
 def _seen(db: sqlite3.Connection, keys: Sequence[bytes]) -> set[bytes]:
     return {key for key in keys if db.execute("SELECT 1 FROM seen WHERE digest = ?", (key,)).fetchone()}
 
@@ -447,48 +461,3 @@ def _count_up(db: sqlite3.Connection, key: str, start: int) -> int:
     db.execute("INSERT OR IGNORE INTO meta VALUES (?, ?)", (key, start))
     db.execute("UPDATE meta SET value = value + 1 WHERE key = ?", (key,))
     return int(db.execute("SELECT value FROM meta WHERE key = ?", (key,)).fetchone()[0])
-
-
-# Completions as a BLOB
-
-
-class _Stored(Struct, array_like=True):
-    """A completion in the BLOB: numbers as machine arrays, quicker and smaller than msgpack's."""
-
-    text: str
-    finish: Finish
-    token_ids: bytes | None  # uint32
-    logprobs: bytes | None  # float32, what engines compute in
-    policy_versions: list[int] = []
-
-
-_stored_decoder = msgspec.msgpack.Decoder(list[_Stored])
-_rewards_decoder = msgspec.json.Decoder(tuple[float, ...])
-
-
-def _pack(completions: Sequence[TrainCompletion]) -> bytes:
-    return msgspec.msgpack.encode(
-        [
-            _Stored(
-                c.text,
-                c.finish,
-                None if c.token_ids is None else array("I", c.token_ids).tobytes(),
-                None if c.logprobs is None else array("f", c.logprobs).tobytes(),
-                c.policy_versions,
-            )
-            for c in completions
-        ]
-    )
-
-
-def unpack_completions(blob: bytes) -> list[TrainCompletion]:
-    return [
-        TrainCompletion(
-            text=s.text,
-            finish=s.finish,
-            token_ids=None if s.token_ids is None else array("I", s.token_ids).tolist(),
-            logprobs=None if s.logprobs is None else array("f", s.logprobs).tolist(),
-            policy_versions=s.policy_versions,
-        )
-        for s in _stored_decoder.decode(blob)
-    ]

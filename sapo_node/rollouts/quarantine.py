@@ -11,18 +11,19 @@ Identities are free, so what counts is who speaks:
 - Only *trusted* peers are heard: a day of accepted history (`History.aged`), and an agreement about another task since
   this node started, which shows that the rest of their library is ours. Any number of new identities is not even
   written down.
-- A network has one voice: peers of one share (`History.share`) count once.
+- A network has one voice: peers of one network (`History.network`) count once. A peer has one voice as well, wherever
+  it was reached when it spoke: its newest word is its only one.
 - One trusted peer that agrees outweighs all that do not, for as long as its word is fresh. Trusted peers are judged
   during a quarantine too, so that such a word can end it: who would switch a task off needs every trusted peer.
 
 Everything is computed from the times passed in (seconds since 1970), and every table has an end.
 """
 
-from collections import OrderedDict
-from typing import Final, Protocol
+from collections import Counter, OrderedDict
+from typing import Final, NamedTuple, Protocol
 
 VOICES: Final = 3
-"""Shares that must disagree. With one or two, whoever owns two networks and a day of patience could judge alone; a
+"""Networks that must disagree. With one or two, whoever owns two networks and a day of patience could judge alone; a
 swarm of four nodes has three others."""
 
 FRESH_SECONDS: Final = 3600.0
@@ -31,8 +32,9 @@ FRESH_SECONDS: Final = 3600.0
 QUARANTINE_SECONDS: Final = 1800.0
 """How long a task stays switched off. Afterwards its groups are judged as before, and new words are needed."""
 
-MAX_SHARES: Final = 64
-"""Shares remembered for each task: far more than VOICES, so that late words still refresh the early ones."""
+MAX_WORDS: Final = 64
+"""Peers whose words are remembered for each task: far more than VOICES, so that late words still refresh the early
+ones. Of the network with most of them the oldest goes first."""
 
 MAX_PEERS: Final = 1024
 """Trusted peers whose agreements are remembered; the least recently heard goes first."""
@@ -53,6 +55,13 @@ class History(Protocol):
         ...
 
 
+class _Word(NamedTuple):
+    """What a peer said last of a task."""
+
+    network: str  # by which it was reached then
+    said: float
+
+
 class Quarantine:
     """Words of trusted peers about tasks, and the tasks that are switched off."""
 
@@ -60,7 +69,7 @@ class Quarantine:
         self._history = history
         self._agreed: OrderedDict[str, list[str]] = OrderedDict()  # peer -> its newest two tasks of agreement
         self._confirmed: dict[str, float] = {}  # task -> when a trusted peer last agreed
-        self._disputed: OrderedDict[str, OrderedDict[str, float]] = OrderedDict()  # task -> share -> when
+        self._disputed: OrderedDict[str, OrderedDict[str, _Word]] = OrderedDict()  # task -> peer -> its word
         self._until: dict[str, float] = {}
 
     def tasks(self, now: float) -> list[str]:
@@ -89,26 +98,27 @@ class Quarantine:
         """A group of this peer had another question than this node's. True if that began a quarantine."""
         if not self._is_heard(task, peer_id, now):
             return False
-        shares = self._disputed.pop(task, OrderedDict())
-        shares.pop(share := self._history.network(peer_id), None)
-        shares[share] = now
-        if len(shares) > MAX_SHARES:
-            shares.popitem(last=False)
-        self._disputed[task] = shares
+        words = self._disputed.pop(task, OrderedDict())
+        words.pop(peer_id, None)
+        words[peer_id] = _Word(self._history.network(peer_id), now)
+        if len(words) > MAX_WORDS:
+            [(loudest, _)] = Counter(word.network for word in words.values()).most_common(1)
+            del words[next(peer for peer, word in words.items() if word.network == loudest)]
+        self._disputed[task] = words
         if len(self._disputed) > MAX_TASKS:
             self._disputed.popitem(last=False)
-        return self._judge(task, shares, now)
+        return self._judge(task, words, now)
 
     def _is_heard(self, task: str, peer_id: str, now: float) -> bool:
         elsewhere = any(other != task for other in self._agreed.get(peer_id, ()))
         return elsewhere and self._history.aged(peer_id, now)
 
-    def _judge(self, task: str, shares: OrderedDict[str, float], now: float) -> bool:
+    def _judge(self, task: str, words: OrderedDict[str, _Word], now: float) -> bool:
         running = task in self.tasks(now)
         confirmed = self._confirmed.get(task)
         if running or (confirmed is not None and _fresh(confirmed, now)):
             return False
-        if sum(_fresh(said, now) for said in shares.values()) < VOICES:
+        if len({word.network for word in words.values() if _fresh(word.said, now)}) < VOICES:
             return False
         self._until = {name: until for name, until in self._until.items() if _before(now, until)}
         self._until[task] = now + QUARANTINE_SECONDS

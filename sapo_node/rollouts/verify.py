@@ -10,7 +10,9 @@ Three outcomes. *accept*: into the pool. *ignore*: of no use here, and no fault 
 Work is bounded. First come the checks that cost nothing, for the whole batch; one reject there and nothing of the batch
 is judged. What is left goes to the scorers one group after another, within one deadline, and the first group that costs
 a scorer is the last one of its batch. Otherwise a few kilobytes of answers that are slow to judge would stop a node. A
-batch has a budget of computing as well, and a smaller one for questions that come to nothing.
+batch has a budget of computing as well, and a smaller one for questions that come to nothing. Who uses them up is not
+blamed: how long a question takes depends on this machine, and what comes to nothing may be an honest peer's whose
+library differs, which is for the quarantine to hear.
 """
 
 import asyncio
@@ -36,19 +38,24 @@ from sapo_node.training.sapo import informative, teaches
 from sapo_node.workers import WorkerError
 
 BATCH_SECONDS: Final = 20.0
-"""For one batch, all groups together. A task that is in bounds takes milliseconds a group. Long enough to see an answer
-hang two scorers that no timer can end (5 s each, and a restart), so that its sender is blamed."""
+"""After which no further group of a batch is begun. The one in progress is judged to its end: to break it off would
+cost the scorer that is at it, and its sender nothing."""
+
+MOST_BATCH_SECONDS: Final = 3
+"""Of these, after which it is broken off all the same. Far longer than it takes an answer to hang two scorers that no
+timer can end (5 s each, and a restart), so that its sender is blamed."""
 
 MAX_QUESTION_BYTES: Final = 32 * 1024
 """Longer questions are ignored whatever the scorers allow: no prompt holds them."""
 
 BATCH_CPU_SECONDS: Final = 6.0
 """Of a scorer's computing, after which what is left of a batch is out of time: other peers wait behind it. The slowest
-task that is usual (countdown) takes a second for a batch of 32 groups here, four on a slow machine."""
+task that is usual (countdown) takes 50 to 70 ms a group here, so some 2 s for a batch of 32 groups."""
 
 VAIN_CPU_SECONDS: Final = 3.0
-"""Of these, on questions that came to nothing, after which the batch is too costly and its sender to blame. Honest
-senders waste none unless their library differs, and then milliseconds a group."""
+"""Of these, on questions that came to nothing, after which what is left of a batch is out of time too. Honest senders
+waste none unless their library differs; then a batch of 32 groups of the slowest task that is usual (countdown) takes
+1.6 to 2.3 s here, and all of this on a machine half as fast."""
 
 MAX_NOT_GENERATED: Final = 3
 """So many questions of a batch that cannot be generated are too costly as well: their sender cannot have asked them."""
@@ -80,7 +87,7 @@ class Reason(StrEnum):
 
     WRONG_HASH = "configuration differs from its hash"
     OUT_OF_BOUNDS = "configuration out of bounds"
-    COSTLY = "too costly to judge"  # an answer, or the question, took a scorer's whole time or memory, or `_Spent`
+    COSTLY = "too costly to judge"  # an answer, or the question, took a scorer's whole time or memory, or there is none
 
     @property
     def outcome(self) -> Outcome:
@@ -155,8 +162,14 @@ class _Spent(Struct):
         self.not_generated += reason is Reason.NOT_GENERATED
 
     @property
-    def too_much(self) -> bool:
-        return self.vain > VAIN_CPU_SECONDS or self.not_generated >= MAX_NOT_GENERATED
+    def used_up(self) -> bool:
+        """Whether nothing is left for a further group."""
+        return self.cpu > BATCH_CPU_SECONDS or self.vain > VAIN_CPU_SECONDS
+
+    @property
+    def impossible(self) -> bool:
+        """Whether its sender cannot have asked what it says it asked."""
+        return self.not_generated >= MAX_NOT_GENERATED
 
 
 class Verifier:
@@ -201,6 +214,7 @@ class Verifier:
         Never raises for what a sender did. Raises PoolError when the pool fails.
         """
         batch = opened.batch
+        await self._know_eval_seeds(batch)
         reasons = [self._first_look(opened, group, now) for group in batch.groups]
         if any(reason and reason.outcome == "reject" for reason in reasons):
             reasons = [reason or Reason.BESIDE_REJECTED for reason in reasons]
@@ -211,15 +225,16 @@ class Verifier:
             ]
 
         accepted: list[NewGroup] = []
-        spent = _Spent()
+        spent, clock = _Spent(), asyncio.get_running_loop().time
+        end = clock() + self._batch_seconds
         try:
-            async with asyncio.timeout(self._batch_seconds):
+            async with asyncio.timeout(MOST_BATCH_SECONDS * self._batch_seconds):
                 for i, group in enumerate(batch.groups):
                     if reasons[i] is None and any(group.question_sha256 == one.question_sha256 for one in accepted):
                         reasons[i] = Reason.DUPLICATE  # one question under many coordinates
-                    elif reasons[i] is None and spent.cpu <= BATCH_CPU_SECONDS:
+                    elif reasons[i] is None and not spent.used_up and clock() < end:
                         judged = await self._judged(opened, group, spent)
-                        judged = Reason.COSTLY if spent.too_much else judged
+                        judged = Reason.COSTLY if spent.impossible else judged
                         reasons[i] = judged if isinstance(judged, Reason) else Reason.ACCEPTED
                         if isinstance(judged, NewGroup):
                             accepted.append(judged)
@@ -292,16 +307,21 @@ class Verifier:
             return Reason.OUT_OF_BOUNDS
         return None
 
+    async def _know_eval_seeds(self, batch: Batch) -> None:
+        """Compute the seeds that `_has_eval_seed` asks for, once a task: 24 ms of hashing a task and setting, so not in
+        the event loop, where a batch of all tasks would stop everything for most of a second."""
+        names = {group.task.name for group in batch.groups if group.task.source != "dataset"} & self._generated
+        for name in sorted(names - set(self._eval_seeds)):
+            plain = TaskSpec(source="reasoning_gym", name=name, version=catalog.library_version(), config={})
+            specs = {spec.config_hash: spec for spec in [plain, *self._mixed] if spec.name == name}
+            self._eval_seeds[name] = await asyncio.to_thread(EvalSeeds, list(specs.values()))
+
     def _has_eval_seed(self, public_key: bytes, task: TaskRef) -> bool:
         """Whether coordinates lead to a seed that evaluation may look at, with this node's settings of the task or with
         none. Seeds are short enough to be searched for, and with settings that change how a question is written, such
         a seed asks an evaluation question in other words."""
         if task.source == "dataset":
             return False  # rows to evaluate with have no seed
-        if task.name not in self._eval_seeds:
-            plain = TaskSpec(source=task.source, name=task.name, version=task.version, config={})
-            specs = {spec.config_hash: spec for spec in [plain, *self._mixed] if spec.name == task.name}
-            self._eval_seeds[task.name] = EvalSeeds(specs.values())
         return _seed(self._swarm, public_key, task) in self._eval_seeds[task.name]
 
     async def _judged(self, opened: Opened, group: Group, spent: _Spent) -> NewGroup | Reason:

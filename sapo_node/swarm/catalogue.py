@@ -5,7 +5,8 @@ with something unseen (a loud peer is drawn no more often than a quiet one, and 
 more often than one), and of its unseen batches the newest, as fresh groups are worth most. At most one fetch runs from
 a peer. A fetch that fails makes its peer wait, twice as long each time; a batch that failed MAX_ATTEMPTS times is given
 up, where the peer was busy is no attempt. What was fetched, given up or refused counts as *seen* and is not offered
-again.
+again. A batch in which nothing could be used is no fault, but its peer rests as after a failure, twice as long each
+time until a batch of it is of use: worthless ones cost their sender nothing, and this node a fetch and a verification.
 
 An announcement is a word, and identities are free: what strangers announce must not keep from this node what those
 have who kept their word. A peer is *reliable* when groups of it were accepted and no fetch from it came to nothing
@@ -38,6 +39,10 @@ MAX_BACKOFF_SECONDS: Final = 60.0
 """After a failed fetch its peer rests 1, 2, 4, ... seconds, half to one and a half times, so that all who failed at
 the same moment do not come back at the same moment."""
 
+MAX_VAIN_SECONDS: Final = 8.0
+"""The longest rest after batches that were of no use here. Longer, and an honest swarm that is still weak, where most
+batches hold no group with an advantage, would lose the few that do; shorter, and a key could send some a second."""
+
 DOUBT_SECONDS: Final = 300.0
 """How long a peer whose fetch came to nothing is not reliable. Shorter, and a few peers that give a batch now and then
 could hold the slots meant for those that keep their word."""
@@ -64,6 +69,7 @@ class _Offer:
     failures: int = 0
     failed_at: float = 0.0
     rest: float = 0.0  # seconds after `failed_at`
+    in_vain: int = 0  # batches in a row that were of no use here
     came_to_nothing: float = -math.inf  # when a fetch did so last
     attempts: dict[bytes, int] = field(default_factory=dict)
 
@@ -138,7 +144,7 @@ class Catalogue:
         return Wanted(peer_id, offer.public_key, addresses, listing, via, self._reliable(peer_id, offer, now))
 
     def fetched(self, wanted: Wanted) -> None:
-        """The batch arrived (whatever it was worth)."""
+        """The batch arrived; what it was worth is told by `judged`."""
         self._busy.discard(wanted.peer_id)
         self._see(wanted.peer_id, wanted.listing.content_id)
         if offer := self._offers.get(wanted.peer_id):
@@ -152,9 +158,8 @@ class Catalogue:
         offer = self._offers.get(wanted.peer_id)
         if offer is None:
             return
-        pause = min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** min(offer.failures, 10))
+        self._let_rest(offer, offer.failures, MAX_BACKOFF_SECONDS, now)
         offer.failures += 1
-        offer.failed_at, offer.rest = now, pause * self._rng.uniform(0.5, 1.5)
         if busy:
             return
         if not give_up:
@@ -162,6 +167,22 @@ class Catalogue:
         offer.attempts[content_id] = offer.attempts.get(content_id, 0) + 1
         if give_up or offer.attempts[content_id] >= MAX_ATTEMPTS:
             self._see(wanted.peer_id, content_id)
+
+    def judged(self, peer_id: str, useful: bool, now: float) -> None:
+        """A batch that was fetched from this peer was verified: whether anything in it could be used here."""
+        offer = self._offers.get(peer_id)
+        if offer is None:
+            return
+        if useful:
+            offer.in_vain = 0
+        else:
+            self._let_rest(offer, offer.in_vain, MAX_VAIN_SECONDS, now)
+            offer.in_vain += 1
+
+    def _let_rest(self, offer: _Offer, times: int, longest: float, now: float) -> None:
+        """After something failed that had failed so many times in a row before."""
+        pause = min(longest, BACKOFF_SECONDS * 2.0 ** min(times, 10))
+        offer.failed_at, offer.rest = now, pause * self._rng.uniform(0.5, 1.5)
 
     def peers(self, now: float) -> list[str]:
         """Peer ids with a fresh announcement."""

@@ -174,6 +174,10 @@ class Exchange:
             finally:
                 self._settle(len(received.opened.batch.groups))
 
+    def judged(self, received: Received, *, useful: bool) -> None:
+        """What came of a batch: a peer whose batches are of no use here is asked more seldom."""
+        self._catalogue.judged(received.peer_id, useful, time.time())
+
     def peers_known(self) -> list[str]:
         """Ids of other nodes with a fresh announcement."""
         return self._catalogue.peers(time.time())

@@ -235,7 +235,7 @@ class PeerBook:
         record.ignored += groups
         record.usable = max(0, record.usable - groups)
         if not record.usable:
-            record.hours = 0
+            record.hours = record.last_hour = 0
 
     def ignored(self, peer_id: str, groups: int, now: float, reason: str = OTHER) -> None:
         """`groups` of this peer were of no use here, through nobody's fault."""
@@ -249,7 +249,8 @@ class PeerBook:
         record.rejected += 1
         if record.score <= SHUN_AT:
             record.shunned = True
-            record.first_accepted, record.last_accepted, record.hours = 0.0, 0.0, 0  # trust is to be earned anew
+            record.first_accepted = record.last_accepted = 0.0  # trust is to be earned anew
+            record.hours = record.last_hour = 0
 
     def score(self, peer_id: str, now: float) -> float:
         """Between MIN_SCORE and MAX_SCORE; 0 for strangers."""
@@ -331,8 +332,8 @@ class PeerBook:
         return list({r.peer_id: r for r in [*proven, *useful]}.values())[:limit]
 
     def to_save(self, now: float) -> list[PeerRecord]:
-        """At most MAX_SAVED: aged peers and those to avoid in their places, the connected ones, with or without an
-        address, and then the `best`."""
+        """At most MAX_SAVED: aged peers and those to avoid in their places, the proven half of the `best`, the
+        connected ones, with or without an address (being connected is free), and then the rest of the best."""
         records = list(self._peers.values())
         for record in records:
             record.denied = "" if self._may_by_settings(record.peer_id) else BY_SETTINGS
@@ -340,8 +341,10 @@ class PeerBook:
         told = self.deny | self.denied
         blamed = [r for r in records if r.peer_id in told or not self.welcome(r.peer_id, now)]
         blamed.sort(key=lambda r: (r.peer_id not in told, not r.shunned, -r.last_seen))
-        chosen = [*aged[:MAX_SAVED_AGED], *blamed[:MAX_SAVED_BLAMED], *(r for r in records if r.connected)]
-        return list({r.peer_id: r for r in [*chosen, *self.best(now)]}.values())[:MAX_SAVED]
+        best = self.best(now)
+        proven = [r for r in best if r.usable]
+        chosen = [*aged[:MAX_SAVED_AGED], *blamed[:MAX_SAVED_BLAMED], *proven, *(r for r in records if r.connected)]
+        return list({r.peer_id: r for r in [*chosen, *best]}.values())[:MAX_SAVED]
 
     def _add(self, peer_id: str, reason: str, count: int, change: float, now: float) -> PeerRecord:
         record = self._record(peer_id, now)
@@ -361,13 +364,13 @@ class PeerBook:
         return record
 
     def _forget_the_least_telling(self, now: float) -> None:
-        """Make room: a tenth of the table goes. Aged peers stay longest, then those that were accepted or are shunned;
-        of equals those go first whose score is nearest to 0 (a fresh record would read the same)."""
+        """Make room: a tenth of the table goes. Aged peers stay longest, then those that gave usable groups, then
+        shunned ones (bad records are cheap); of equals those go first whose score is nearest to 0 (a fresh record would
+        read the same)."""
 
-        def worth(record: PeerRecord) -> tuple[bool, bool, float, float]:
-            opinion = record.shunned or record.first_accepted > 0.0
+        def worth(record: PeerRecord) -> tuple[bool, bool, bool, float, float]:
             score = decayed(record.score, record.scored_at, now)
-            return _is_aged(record, now), opinion, abs(score), record.last_seen
+            return _is_aged(record, now), record.hours > 0, record.shunned, abs(score), record.last_seen
 
         for record in sorted(self._peers.values(), key=worth)[: max(1, MAX_PEERS // 10)]:
             del self._peers[record.peer_id]

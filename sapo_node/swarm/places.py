@@ -1,9 +1,9 @@
 """Who has a place among the incoming streams, and who makes room when there is none left. No I/O but ending a stream.
 
 Each protocol has places of its own, so that nobody who fetches keeps others from greeting. Of a peer there are a few at
-a time; beyond that it comes again. When all are taken, those that did not ask for anything yet make room, the oldest
-first; then those of strangers that have had the time in which most answers are long read. Peers that are `known` need
-not wait for that, and keep their places.
+a time; beyond that it comes again. When all are taken, those that did not ask for anything yet make room, strangers'
+and the oldest first; then those of strangers that have had the time in which most answers are long read. Peers that are
+`known` need not wait for that, and keep their places once they asked.
 """
 
 import asyncio
@@ -60,6 +60,7 @@ def has_place(streams: Streams, peer_id: str, protocol: str, now: float, known: 
         return True
     patience = 0.0 if known(peer_id) else FAIR_SECONDS
     idle = [one for one in named if not one[1].reader.asked]
+    idle.sort(key=lambda one: known(one[1].peer_id))  # a request may be under way; of equals the oldest stays first
     slow = [one for one in named if now - one[1].since >= patience and not known(one[1].peer_id)]
     if not (ending := [*idle, *slow]):
         return False

@@ -30,6 +30,7 @@ class TrainGroup(Struct, frozen=True, kw_only=True):
     completions: list[TrainCompletion]
     rewards: list[float]
     policy_version: int  # oldest of its sampler's versions; comparable with ours for local groups only
+    source: str = ""  # what the producer counts for, see `Candidate.counts_for`; empty: itself
 
 
 class StepResult(Struct, frozen=True, kw_only=True):

@@ -183,7 +183,9 @@ class Rounds:
         try:
             batch, plan, chosen = await self._plan(batch)
             self._attempts += 1
-            groups = await self._pool.consume([*plan.local_ids, *plan.external_ids], self._attempts)
+            counts_for = {candidate.group_id: candidate.counts_for for candidate in chosen}
+            taken = await self._pool.consume([*plan.local_ids, *plan.external_ids], self._attempts)
+            groups = [structs.replace(group, source=counts_for[group.group_id]) for group in taken]
             if plan.discarded_ids:
                 await self._pool.discard(plan.discarded_ids)
             if self._policy.takes_turns:

@@ -4,6 +4,7 @@ Own completions keep the tokens they were sampled as. Others' arrive as text and
 tokenizer; a group for which that cannot be done is left out, with the reason.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,14 @@ from sapo_node.training.advantages import advantages
 from sapo_node.training.base import Origin, TrainGroup
 from sapo_node.training.encoding import Untrainable
 from sapo_node.training.policy import Policy
-from sapo_node.training.scales import NegativeRule, completion_weight, stream_shares, token_scales
+from sapo_node.training.scales import (
+    LossMean,
+    NegativeRule,
+    completion_weight,
+    source_factors,
+    stream_shares,
+    token_scales,
+)
 
 
 @dataclass
@@ -21,6 +29,7 @@ class Row:
 
     origin: Origin
     producer: str
+    source: str
     group_id: int
     prompt: list[int]
     tokens: list[int]
@@ -83,6 +92,7 @@ def _encode(
             Row(
                 origin=group.origin,
                 producer=group.producer,
+                source=group.source or group.producer,
                 group_id=group.group_id,
                 prompt=prompt,
                 tokens=tokens,
@@ -103,8 +113,11 @@ def weigh(rows: Sequence[Row], settings: TrainingSection, fixed_length: int) -> 
             row.advantage, row.truncated, negative=negative[row.origin], mask_truncated=settings.mask_truncated
         )
         streams[row.origin].append(row)
+    counts = {origin: float(len({row.group_id for row in stream})) for origin, stream in streams.items()}
+    if settings.external_balance == "sources":
+        counts["external"] *= _balance(streams["external"], settings.loss_mean)
     shares = stream_shares(
-        {origin: len({row.group_id for row in stream}) for origin, stream in streams.items()},
+        counts,
         {"local": settings.local_weight, "external": settings.external_weight},
     )
     for origin, stream in streams.items():
@@ -114,6 +127,17 @@ def weigh(rows: Sequence[Row], settings: TrainingSection, fixed_length: int) -> 
         for row, scale in zip(stream, scales, strict=True):
             row.scale = shares[origin] * scale
             row.trained = row.scale != 0.0 and (row.advantage != 0.0 or settings.kl_coef > 0)
+
+
+def _balance(stream: Sequence[Row], mean: LossMean) -> float:
+    """Lower the weights of rows whose source pulls harder than the median one; the share of the pull that is left."""
+    pulls: dict[str, float] = defaultdict(float)
+    for row in stream:
+        pulls[row.source] += row.weight * abs(row.advantage) * (1 if mean == "sequence" else len(row.tokens))
+    factors = source_factors(pulls)
+    for row in stream:
+        row.weight *= factors[row.source]
+    return sum(factors[source] * pull for source, pull in pulls.items()) / (sum(pulls.values()) or 1.0)
 
 
 def unfit(rows: Sequence[Row], skipped: dict[int, str]) -> dict[int, str]:

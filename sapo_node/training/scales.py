@@ -6,6 +6,7 @@ Names: C completions in the whole training batch.
 """
 
 from collections.abc import Mapping, Sequence
+from statistics import median_low
 from typing import Literal
 
 from sapo_node.training.base import Origin
@@ -36,7 +37,7 @@ def completion_weight(
     return 1.0
 
 
-def stream_shares(groups: Mapping[Origin, int], weights: Mapping[Origin, float]) -> dict[Origin, float]:
+def stream_shares(groups: Mapping[Origin, float], weights: Mapping[Origin, float]) -> dict[Origin, float]:
     """What each stream's mean counts in the loss: its weight times its number of groups, over the sum of both.
 
     Each stream is averaged by itself first. In one mean over all tokens a peer with long or many completions would
@@ -44,6 +45,18 @@ def stream_shares(groups: Mapping[Origin, int], weights: Mapping[Origin, float])
     """
     total = sum(weights[origin] * count for origin, count in groups.items())
     return {origin: weights[origin] * count / total if total else 0.0 for origin, count in groups.items()}
+
+
+def source_factors(pulls: Mapping[str, float]) -> dict[str, float]:
+    """What the weights of each source's completions are multiplied with under `external_balance: sources`.
+
+    `pulls` says how hard each pulls: the sum of weight x |advantage| x tokens over its completions. Who pulls harder
+    than the median of those that pull at all (the lower one of two) is brought down to it. As long as more than half
+    of the sources are honest, theirs is the median, and a minority can neither raise it beyond what one of them does
+    nor have more of a step than its number. A rule of ours.
+    """
+    usual = median_low([pull for pull in pulls.values() if pull] or [0.0])
+    return {source: min(1.0, usual / pull) if pull else 1.0 for source, pull in pulls.items()}
 
 
 def token_scales(weights: Sequence[float], lengths: Sequence[int], mean: LossMean, fixed_length: int) -> list[float]:

@@ -3,6 +3,7 @@
 import re
 from typing import Any
 
+from sapo_node.monitor.alarms import Sender
 from sapo_node.monitor.watch import Watch
 from sapo_node.rollouts.schema import Group
 from sapo_node.rollouts.verify import Reason
@@ -25,5 +26,5 @@ def test_right_answers_to_one_truth_in_many_spellings_are_no_hack(node: Node) ->
     verified = node.verify(*groups[:32])
     assert verified.reasons == [Reason.ACCEPTED] * 32
     watch = Watch()
-    watch.external(verified.groups, verified.producer)
+    watch.external(verified.groups, Sender(verified.producer, verified.producer, verified.producer))
     assert watch.lasting == []

@@ -161,6 +161,33 @@ def test_offers_of_strangers_do_not_end_the_search_for_more(tmp_path: Path) -> N
     assert not exchange._is_hungry()
 
 
+def test_a_publisher_of_worthless_batches_is_asked_more_and_more_seldom() -> None:
+    """Hope: groups that are ignored cost nothing, so a free key holds a node's link and its scorer for ever."""
+    made = Catalogue("me", 300.0, lambda *_: True, random.Random(0))
+    now, batches, asked = time.time(), 0, 0
+
+    def publish_and_take() -> Wanted | None:
+        nonlocal batches
+        batches += 1
+        listing = Listing(batches.to_bytes(32, "big"), protocol.MAX_ENVELOPE_BYTES, protocol.MAX_GROUPS, now)
+        made.add("evil", bytes(32), announcement(listing, seq=batches), "hint", now)
+        return made.take(now)
+
+    for _ in range(600):
+        if wanted := publish_and_take():
+            asked += 1
+            made.fetched(wanted)
+            made.judged("evil", False, now)
+        now += 0.25
+    assert 10 <= asked <= 40, "of 600 offers in 150 s"
+    now += 1.5 * catalogue.MAX_VAIN_SECONDS
+    wanted = publish_and_take()
+    assert wanted is not None, "it is asked still"
+    made.fetched(wanted)
+    made.judged("evil", True, now)
+    assert publish_and_take(), "and after a batch of use at once"
+
+
 def test_a_thousand_announcing_keys_push_no_reliable_peer_out() -> None:
     """Hope: a full catalogue forgets the longest unheard, so 2048 fresh keys leave a node nothing to fetch."""
     made = Catalogue("me", 300.0, lambda *_: True, random.Random(0), gave=lambda peer_id: peer_id.startswith("honest"))

@@ -304,6 +304,18 @@ def test_a_crowd_of_strangers_takes_no_place_of_a_known_peer() -> None:
     assert gone == []
 
 
+def test_strangers_that_open_many_streams_end_no_stream_of_a_known_peer_that_is_about_to_ask() -> None:
+    """Hope: 64 streams in a round trip end every stream whose request is still under way."""
+    streams, gone = asking("evil")
+    for task, stream in list(streams.items()):
+        reader: Any = stream.reader
+        reader.asked = False
+        if stream.peer_id == "evil0":  # the oldest
+            streams[task] = Incoming(stream.reader, stream.writer, "known", FETCH, stream.since)
+    assert has_place(streams, "new", FETCH, 1.0, known)
+    assert gone == [1]
+
+
 def test_streams_for_fetches_keep_nobody_from_greeting() -> None:
     """Hope: who holds all places for fetches also keeps newcomers from joining by the node."""
     streams, gone = asking("evil")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from sapo_node.monitor import alarms
-from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Earned, Fallen, Levels, RewardHack, Strayed, earned
+from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Earned, Fallen, Levels, RewardHack, Sender, Strayed, earned
 
 TASK = "logic"
 
@@ -98,9 +98,10 @@ def test_a_hack_is_looked_at_again_after_a_while() -> None:
     assert feed(hack, hacked(1000), alarms.HACK_QUESTIONS)  # it goes on
 
 
-def send(hack: RewardHack, share: str, count: int, settings: bytes = b"usual", start: int = 0) -> list[Alarm]:
-    groups = hacked(start)
-    return [alarm for _ in range(count) for alarm in hack.others(TASK, settings, share, next(groups), 0.0)]
+def send(hack: RewardHack, share: str | Sender, count: int, settings: bytes = b"usual", start: int = 0) -> list[Alarm]:
+    """Groups of a hack by one peer, which is a share and a network of its own unless something else is said."""
+    groups, sender = hacked(start), share if isinstance(share, Sender) else Sender(share, share, share)
+    return [alarm for _ in range(count) for alarm in hack.others(TASK, settings, sender, next(groups), 0.0)]
 
 
 def test_what_one_share_sends_bars_nobody_else() -> None:
@@ -125,6 +126,48 @@ def test_what_three_shares_send_is_about_their_settings_alone() -> None:
     assert not hack.lasts(TASK)
 
 
+def test_keys_behind_one_relay_are_one_voice_about_a_task() -> None:
+    """Hope: while few relays are in use each key behind mine is a share, so three free keys are three networks."""
+    hack = RewardHack()
+    for n in range(40):
+        send(hack, Sender(f"key {n}", f"key {n}", "relay"), alarms.HACK_VOICE_QUESTIONS, start=100 * n)
+    assert not hack.lasts(TASK, b"usual", "honest")
+    send(hack, "a", alarms.HACK_VOICE_QUESTIONS)
+    send(hack, "b", alarms.HACK_VOICE_QUESTIONS)
+    assert hack.lasts(TASK, b"usual", "honest"), "with two more networks the relay is the third"
+
+
+def test_one_key_reached_by_three_networks_in_turn_is_one_voice() -> None:
+    """Hope: what I said stays under the network that I came by, so one key that moves is three."""
+    hack = RewardHack()
+    for n in range(12):
+        network = f"net{n % 4}"
+        assert send(hack, Sender("mover", network, network), 10, start=100 * n) == []
+    assert len(hack._windows) == 1, "and a place that is empty is given back"
+    send(hack, "a", alarms.HACK_VOICE_QUESTIONS)
+    (alarm,) = send(hack, "b", alarms.HACK_VOICE_QUESTIONS)
+    assert alarm.subject.startswith(f"{TASK} with settings"), "its newest word counts"
+
+
+def test_a_key_that_moves_takes_nobody_elses_words_with_it() -> None:
+    hack = RewardHack()
+    send(hack, Sender("honest", "net", "net"), alarms.HACK_VOICE_QUESTIONS)
+    send(hack, Sender("mover", "net", "net"), 3, start=100)
+    send(hack, Sender("mover", "other", "other"), 3, start=200)
+    assert sorted(len(window.heard) for window in hack._windows.values()) == [3, alarms.HACK_VOICE_QUESTIONS]
+
+
+def test_many_keys_behind_one_relay_push_only_each_other_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hope: each key behind my relay is a share with one window, so the quietest of all is forgotten: an honest one."""
+    monkeypatch.setattr(alarms, "HACK_WINDOWS", 8)
+    hack = RewardHack()
+    send(hack, "a", 10)
+    send(hack, "b", 10)
+    for n in range(100):
+        send(hack, Sender(f"key {n}", f"key {n}", "relay"), 1)
+    assert send(hack, "c", alarms.HACK_VOICE_QUESTIONS), "a and b are remembered"
+
+
 @pytest.mark.parametrize("shares", [1, 3])
 def test_alarms_about_others_are_bounded(shares: int) -> None:
     hack, lasting = RewardHack(), set[str]()
@@ -142,11 +185,11 @@ def test_what_own_groups_show_is_about_all_settings() -> None:
 
 
 def test_a_flood_of_others_hides_no_hack_in_own_groups() -> None:
-    hack, groups = RewardHack(), hacked()
+    hack, groups, evil = RewardHack(), hacked(), Sender("evil", "evil", "evil")
     for _ in range(alarms.HACK_QUESTIONS):
         assert not hack.lasts(TASK)
         for n in range(50):
-            hack.others(TASK, b"usual", "evil", group(n, f"truth {n}", {f"truth {n}": 4.0}), 0.0)
+            hack.others(TASK, b"usual", evil, group(n, f"truth {n}", {f"truth {n}": 4.0}), 0.0)
         hack.own(TASK, next(groups), 0.0)
     assert hack.lasts(TASK)
 

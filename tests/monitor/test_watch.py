@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from sapo_node.config import TrainingSection
+from sapo_node.config import NodeConfig, TrainingSection
 from sapo_node.monitor import alarms, watch
+from sapo_node.monitor.alarms import Fallen, Sender, Strayed
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.monitor.status import NodeStatus
 from sapo_node.monitor.watch import Unwatched, Watch
 from sapo_node.rollouts.pool import NewGroup
 from sapo_node.rollouts.schema import TaskRef
+from sapo_node.tasks import mixture
 from sapo_node.tasks.base import answer_digest
 from sapo_node.training.base import TextScore, TrainCompletion
 from sapo_node.training.supervised import PolicyLost
@@ -50,6 +52,10 @@ def group(index: int, texts: list[str], rewards: list[float], truth: str = "7", 
     )
 
 
+def sender(network: str) -> Sender:
+    return Sender(f"key in {network}", network, network)
+
+
 def close(one: Watch, round: int = 1, policy: ToyPolicy | None = None) -> RoundRecord:
     record = RoundRecord(round=round, time=1.0, policy_version=round)
     return asyncio.run(one.close(record, policy or ToyPolicy()))
@@ -68,7 +74,7 @@ def test_a_round_gets_its_numbers_from_its_own_groups() -> None:
 
 def test_groups_of_others_say_nothing_about_the_policy() -> None:
     one = Watch()
-    one.external([group(0, ["7", "8"], [1.0, 0.0])], "net")
+    one.external([group(0, ["7", "8"], [1.0, 0.0])], sender("net"))
     assert close(one).any_right is None
 
 
@@ -88,7 +94,7 @@ def test_a_hack_bars_its_task_until_it_is_looked_at_again(side: str) -> None:
     one._clock = lambda: now[0]
     for index in range(3 * alarms.HACK_QUESTIONS):
         groups = [group(index, ["<answer>(P  ∨ q)</answer>", "x"], [1.0, 0.0], truth=f"truth {index}")]
-        one.own(groups) if side == "own" else one.external(groups, f"net{index % 3}")
+        one.own(groups) if side == "own" else one.external(groups, sender(f"net{index % 3}"))
     assert one.bars("gcd", bytes(32))
     assert one.bars("gcd", b"other settings") == (side == "own")
     assert not one.bars("lcm", bytes(32))
@@ -157,6 +163,49 @@ def test_a_checkpoint_keeps_what_later_levels_are_compared_with() -> None:
     assert {kind for kind, _ in other.lasting} == {"collapse", "drift"}
 
 
+def under(settings: dict[str, Any]) -> str:
+    config = NodeConfig.model_validate(settings)
+    return watch.conditions(mixture.load(config.tasks), config)
+
+
+EASY: dict[str, Any] = {"tasks": {"mixture": [{"name": "gcd"}]}}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"tasks": {"mixture": [{"name": "lcm"}]}},
+        {"tasks": {"mixture": [{"name": "gcd", "config": {"max_value": 10_000}}]}},
+        {"tasks": {"mixture": [{"name": "gcd"}, {"name": "lcm", "weight": 3.0}]}},
+        {"tasks": EASY["tasks"] | {"eval_questions": 50}},
+        EASY | {"rollouts": {"completions_per_task": 2}},
+        EASY | {"inference": {"max_completion_tokens": 16}},
+        EASY | {"inference": {"temperature": 0.2}},
+    ],
+)
+def test_levels_of_other_questions_raise_no_alarm(changed: dict[str, Any]) -> None:
+    """No attack: an owner who took harder tasks had an alarm about collapse for ever, and half of J."""
+    one = Watch()
+    one.restore(None, under(EASY))
+    one._collapse.memory = Fallen(best_any_right=0.95, lasts=True)
+    one._drift.memory = Strayed(start=-3.0)
+    for settings, lasts in ((EASY, True), (changed, False)):
+        other = Watch()
+        assert other.restore(json.loads(json.dumps(one.memory())), under(settings)) is lasts
+        assert [kind for kind, _ in other.lasting] == ["collapse"] * lasts
+        assert other.status()["text_logprob_start"] == -3.0, "what does not depend on questions stays"
+        assert (other.limit(TrainingSection(external_groups=4)).external_groups == 2) == lasts
+    earlier = {name: value for name, value in one.memory().items() if name != "conditions"}
+    other = Watch()
+    other.restore(earlier, under(EASY))
+    assert other.lasting == [], "a checkpoint that does not say under which they were measured"
+
+
+def test_what_the_levels_do_not_depend_on_changes_nothing() -> None:
+    slower = EASY | {"training": {"lr": 1e-9, "external_groups": 1}}
+    assert under(EASY) == under(json.loads(json.dumps(slower)))
+
+
 def test_a_checkpoint_without_alarms_is_a_new_start() -> None:
     one = Watch()
     one.restore(None)
@@ -168,5 +217,5 @@ def test_without_alarms_nothing_is_barred() -> None:
     one = Unwatched()
     for index in range(40):
         one.own([group(index, ["(P ∨ Q)"], [1.0], truth=f"truth {index}")])
-        one.external([group(index, ["(P ∨ Q)"], [1.0], truth=f"truth {index}")], f"net{index % 3}")
+        one.external([group(index, ["(P ∨ Q)"], [1.0], truth=f"truth {index}")], sender(f"net{index % 3}"))
     assert not one.bars("gcd", bytes(32))

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,9 +144,21 @@ def test_groups_of_a_task_with_an_alarm_are_no_stock(make: Any) -> None:
 
 def test_the_alarms_see_what_is_accepted(make: Any) -> None:
     node, seen = make(), []
-    node.watch.external = lambda groups, producer: seen.extend(groups)
+    node.watch.external = lambda groups, sender: seen.extend(groups)
     node.take(received("peer", groups=3))
     assert len(seen) == 3
+
+
+def test_keys_behind_one_relay_have_one_voice_in_alarms(make: Any) -> None:
+    """Hope: three free keys behind the one relay that is in use are three shares, and so three networks."""
+    node, heard = make(), []
+    node.watch.external = lambda groups, sender: heard.append(sender)
+    for number in range(3):
+        node.book.saw(f"key{number}", (), NOW)
+        node.book.came_from(f"key{number}", "/ip4/8.8.8.8/tcp/1/p2p/12D3KooWRelay/p2p-circuit")
+        node.take(received(f"key{number}"))
+    assert [sender.share for sender in heard] == ["key0", "key1", "key2"]
+    assert len({sender.network for sender in heard}) == 1
 
 
 def test_half_of_the_stock_is_kept_for_aged_peers_while_there_are_any(make: Any) -> None:
@@ -218,6 +230,24 @@ def test_groups_without_signal_hide_nobody_and_earn_nothing(make: Any) -> None:
     assert node.book.score("honest", NOW) == 5.0
 
 
+def test_the_exchange_is_told_which_batches_were_of_use(make: Any) -> None:
+    node = make(swarm={"accept_licences": ["apache-2.0"]})
+    told = []
+
+    class ToyExchange:
+        async def subscribe(self) -> AsyncGenerator[Received, None]:
+            for one in [received("a"), received("a"), received("b", licence="other"), received("b")]:
+                yield one
+            raise EOFError
+
+        def judged(self, batch: Received, *, useful: bool) -> None:
+            told.append((batch.peer_id, useful))
+
+    with pytest.raises(ExceptionGroup):
+        node.runner.run(node.arrivals.consume(ToyExchange()))
+    assert told == [("a", True), ("b", False), ("b", True)], "a duplicate says nothing of its sender"
+
+
 def test_an_aged_peer_that_is_gone_holds_nothing_back(make: Any) -> None:
     node = make(**CAPPED)
     gone = NOW - 2 * AGED_SECONDS
@@ -262,6 +292,24 @@ def test_what_is_being_verified_when_its_sender_is_denied_goes_nowhere(make: Any
     node.verifier.meanwhile = deny
     node.take(received("a"))
     assert node.producers() == []
+
+
+def test_what_ends_by_time_ends_while_no_round_does(make: Any) -> None:
+    """Hope: while a node waits for groups, an alarm that I raised about a task never ends, and what I sent stays."""
+    node = make()
+    now, looked = [NOW], []
+    node.arrivals._clock, node.watch.look_again = lambda: now[0], lambda: looked.append(now[0])
+    node.stock("peer", 3, 0)
+    node.runner.run(node.arrivals.expire())
+    assert looked == [], "it is too early"
+    now[0] += 1000.0
+    for _ in range(10):
+        node.runner.run(node.arrivals.expire())
+    assert len(looked) == 1
+    assert node.runner.run(node.pool.stats()).external == 0
+    now[0] -= 5000.0
+    node.runner.run(node.arrivals.expire())
+    assert len(looked) == 2, "nor does a clock that was set back hold it up"
 
 
 def test_a_purge_removes_a_peers_groups_and_no_others(make: Any) -> None:

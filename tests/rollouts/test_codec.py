@@ -362,6 +362,31 @@ def test_the_decompressed_size_is_counted(me: Identity, declared: bool) -> None:
         codec.open_batch(seal(frame_of(protocol.MAX_DECODED_BYTES + 1, declared), me), SWARM)
 
 
+ASTRAL = "\N{GRINNING FACE}"
+SETTINGS: dict[str, dict[str, Any]] = {
+    "nothing but answers": {},
+    "lists of numbers": {f"k{i}": [j + 0.5 for j in range(32)] for i in range(32)},
+    "keys of four bytes a character": {ASTRAL * 250 + f"{i:06d}": 1 for i in range(32)},
+    "both": {ASTRAL * 250 + f"{i:06d}": [j + 0.5 for j in range(20)] for i in range(32)},
+}
+
+
+@pytest.mark.parametrize("config", SETTINGS.values(), ids=SETTINGS)
+def test_all_that_a_batch_takes_is_counted(me: Identity, config: dict[str, Any]) -> None:
+    """Hope: what waits for the scorers is bounded by its texts, so settings, numbers and empty answers are free."""
+    empty = [Completion(text="", finish="stop", n_tokens=2**40) for _ in range(2 if config else 64)]
+    groups = [
+        group(task=task(index=i, config=config), completions=empty, question_sha256=bytes([i]) * 32) for i in range(32)
+    ]
+    data = codec.encode_batch(batch(me, groups=groups), me).data
+    codec.open_batch(data, SWARM)
+    tracemalloc.start()
+    opened = codec.open_batch(data, SWARM)
+    takes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert 0.9 * takes < opened.memory < 3 * takes
+
+
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_small_bomb_costs_little_memory(me: Identity, declared: bool) -> None:
     bomb = seal(frame_of(100 << 20, declared), me)

@@ -177,6 +177,21 @@ def test_own_rewards_are_means_by_task_over_recent_groups_used_or_not(path: Path
     with_pool(path, use)
 
 
+def test_a_crowd_of_producers_hides_nothing_of_what_this_node_saw_itself(path: Path) -> None:
+    """Hope: own groups have one turn among all producers, so a thousand cheap keys (or honest peers) take all places, a
+    node knows nothing of its own work, and what the crowd sends decides which tasks it asks."""
+
+    async def use(pool: Pool) -> None:
+        own = [new_group(i, rewards=HALF) for i in range(640)]
+        await pool.add_local("me", own, NOW)
+        for key in range(MAX_CANDIDATES + 76):
+            await pool.add_external(f"key {key}", key.to_bytes(32, "big"), [new_group(rewards=RIGHT, name="bf")], NOW)
+        assert await pool.own_rewards(NOW) == {"gcd": 0.5}
+        assert (await pool.yields(NOW))["gcd", own[0].task.config_hash] == (640, 640)
+
+    with_pool(path, use)
+
+
 def test_local_candidates_are_unused_and_within_staleness(path: Path) -> None:
     async def use(pool: Pool) -> None:
         ids = await pool.add_local("me", [new_group(v, policy_version=v) for v in (1, 2, 3, 4)], NOW)
@@ -351,6 +366,35 @@ def test_expire_drops_own_groups_that_no_step_may_use(path: Path) -> None:
         assert await pool.expire(NOW + 10_000, policy_version=8, max_staleness=0) == 2
         assert len(await pool.local_candidates(NOW, 8, 0)) == 1
         assert (await pool.stats()).expired == 2
+
+    with_pool(path, use)
+
+
+def test_a_flood_of_worthless_batches_leaves_room_for_groups(path: Path) -> None:
+    """Hope: what is remembered of batches without one usable group grows until it takes all bytes of the pool, while
+    the node waits for a round, and its own groups are thrown out as they come."""
+
+    async def use(pool: Pool) -> None:
+        await pool.add_local("me", [new_group(i) for i in range(8)], NOW)
+        for batch in range(200):
+            flood = [new_group(i, rewards=[0.0, 0.0]) for i in range(64)]
+            await pool.add_external(f"evil {batch}", batch.to_bytes(32, "big"), flood, NOW)
+        stats = await pool.stats()
+        assert stats.local_unused == 8
+        assert await pool._reader.ask(lambda db: db.execute("SELECT count(*) FROM seen").fetchone()[0]) == 1024
+
+    with_pool(path, use, max_bytes=1 << 20, max_groups=64)
+
+
+def test_what_is_too_old_goes_without_a_round(path: Path) -> None:
+    async def use(pool: Pool) -> None:
+        own = await pool.add_local("me", [new_group(i) for i in range(2)], NOW)
+        await pool.consume(own[:1], 1)
+        await pool.add_external("peer", bytes(32), [new_group()], NOW)
+        assert await pool.expire_by_age(NOW + 270) == 0
+        assert await pool.expire_by_age(NOW + 400) == 2
+        stats = await pool.stats()
+        assert (stats.local, stats.external, stats.expired) == (1, 0, 2), "an unused own group goes by its version"
 
     with_pool(path, use)
 

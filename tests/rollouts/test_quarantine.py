@@ -7,8 +7,8 @@ import pytest
 from sapo_node.rollouts.quarantine import (
     FRESH_SECONDS,
     MAX_PEERS,
-    MAX_SHARES,
     MAX_TASKS,
+    MAX_WORDS,
     QUARANTINE_SECONDS,
     VOICES,
     Quarantine,
@@ -23,8 +23,11 @@ class Book:
     def aged(self, peer_id: str, now: float) -> bool:
         return "old" in peer_id
 
+    def __init__(self) -> None:
+        self.moved: dict[str, str] = {}  # peers that are reached by another network
+
     def network(self, peer_id: str) -> str:
-        return peer_id.partition("/")[0]
+        return self.moved.get(peer_id) or peer_id.partition("/")[0]
 
 
 @pytest.fixture
@@ -72,6 +75,25 @@ def test_free_identities_cannot_switch_a_task_off(quarantine: Quarantine, ids: i
 
 def test_aged_identities_of_one_network_have_one_voice(quarantine: Quarantine) -> None:
     assert not dispute(quarantine, known(quarantine, [f"net1/old{n}" for n in range(40)]))
+
+
+def test_an_aged_key_reached_by_three_networks_in_turn_has_one_voice() -> None:
+    """Hope: my word stays under the network that I came by, so one day of patience is enough for three voices."""
+    book = Book()
+    quarantine = Quarantine(book)
+    known(quarantine, ["mover/old", "a/old", "b/old"])
+    for n in range(10):
+        book.moved["mover/old"] = f"net{n}"
+        assert not dispute(quarantine, ["mover/old"], NOW + n)
+    assert not dispute(quarantine, ["a/old"])
+    assert dispute(quarantine, ["b/old"]), "its newest word counts"
+
+
+def test_a_crowd_on_one_network_makes_nobody_elses_word_forgotten(quarantine: Quarantine) -> None:
+    crowd = [f"crowd/old{n}" for n in range(2 * MAX_WORDS)]
+    peers = known(quarantine, voices())
+    assert not dispute(quarantine, [*peers[:-2], *known(quarantine, crowd)])
+    assert dispute(quarantine, peers[-2:-1]), "the first, the crowd and this one"
 
 
 def test_who_agreed_on_nothing_else_is_not_heard(quarantine: Quarantine) -> None:
@@ -124,7 +146,7 @@ def test_every_table_has_an_end(quarantine: Quarantine) -> None:
     assert len(quarantine._agreed) == MAX_PEERS
     quarantine.agreed("bf", peers[-1], NOW)  # so that no quarantine begins
     dispute(quarantine, peers)
-    assert len(quarantine._disputed["bf"]) == MAX_SHARES
+    assert len(quarantine._disputed["bf"]) == MAX_WORDS
     for n in range(2 * MAX_TASKS):
         quarantine.agreed(f"task {n}", peers[-1], NOW + n)
         quarantine.disagreed(f"task {n}", peers[-2], NOW + n)

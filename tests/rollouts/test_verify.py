@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -288,6 +289,53 @@ def test_what_is_not_judged_within_the_deadline_is_out_of_time(node: Node) -> No
     verified = node.verify(*(node.group(skip=i) for i in range(3)), batch_seconds=1.0)
     assert verified.reasons == [Reason.ACCEPTED, Reason.LATE, Reason.LATE]
     assert len(verified.groups) == 1
+
+
+def test_the_group_at_hand_is_judged_to_its_end_when_a_batch_is_out_of_time(node: Node) -> None:
+    """Hope: my slow groups meet the batch's deadline, which costs a scorer each time, and me nothing."""
+    broken_off = []
+
+    async def slow(spec: TaskSpec, seed: int, texts: list[str], *, strict: bool) -> Judged:
+        try:
+            await asyncio.sleep(0.6)
+        except asyncio.CancelledError:
+            broken_off.append(seed)
+            raise
+        return await node.scorers.judge(spec, seed, texts, strict=strict)
+
+    node.judge = slow  # type: ignore[method-assign]
+    verified = node.verify(*(node.group(skip=i) for i in range(3)), batch_seconds=0.6)
+    assert broken_off == []
+    assert verified.reasons[0] is Reason.ACCEPTED
+    assert verified.reasons[-1] is Reason.LATE
+
+
+def test_a_batch_of_all_tasks_stops_nothing(node: Node) -> None:
+    """Hope: a node hashes 10,000 seeds for the first group of each task, and answers nobody meanwhile."""
+    groups = [junk(name=name, config={}) for name in catalog.OFFERED][: protocol.MAX_GROUPS]
+    opened = envelope(node.sender, *groups)
+    verifier = Verifier(
+        swarm=SWARM,
+        public_key=node.me.public_key,
+        mixture=mixture.load(node.tasks),
+        max_age_seconds=300.0,
+        judge=node,
+        known=node.pool,
+        accept="offered",
+        barred=lambda task, settings, producer: True,
+    )
+    threads = set()
+
+    def made(specs: Any) -> set[int]:
+        threads.add(threading.current_thread())
+        return set()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sapo_node.rollouts.verify.EvalSeeds", made)
+        verified = node.runner.run(verifier.verify(opened, NOW))
+    assert set(verified.reasons) == {Reason.ALARM}
+    assert len(verifier._eval_seeds) == len(groups)
+    assert threading.main_thread() not in threads
 
 
 def test_a_dead_scorer_is_not_the_senders_fault(node: Node) -> None:

@@ -261,6 +261,35 @@ def test_a_group_that_does_not_fit_costs_more_than_one_that_does_earns() -> None
     assert book.welcome("a", NOW), "an honest peer may write more than this node can read"
 
 
+def test_after_a_useless_group_usable_ones_of_the_same_hour_count() -> None:
+    book = PeerBook()
+    book.accepted("a", groups=1, usable=1, now=NOW)
+    book.useless("a", 1, NOW)
+    book.accepted("a", groups=32, usable=32, now=NOW)
+    assert book.gave("a")
+
+
+def test_a_crowd_of_shunned_keys_pushes_out_nobody_who_worked() -> None:
+    book = PeerBook()
+    for hour in range(5):
+        book.accepted("worked", groups=40, usable=40, now=NOW + 3600 * hour)
+    for n in range(2 * peers.MAX_PEERS):
+        for _ in range(4):
+            book.rejected(f"bad {n}", NOW + 5 * 3600)
+    assert book.gave("worked")
+
+
+def test_a_crowd_that_is_connected_pushes_nobody_out_of_the_file_who_worked() -> None:
+    book = PeerBook()
+    for n in range(50):
+        book.saw(f"worked {n}", [f"/ip4/1.2.{n}.4/tcp/1"], NOW)
+        book.accepted(f"worked {n}", groups=40, usable=40, now=NOW)
+    crowd = {f"crowd {n}" for n in range(peers.MAX_SAVED)}
+    book.set_connected(crowd, crowd, NOW + 60)
+    saved = {record.peer_id for record in book.to_save(NOW + 60)}
+    assert all(f"worked {n}" in saved for n in range(50))
+
+
 def test_many_groups_in_one_hour_are_one_hour() -> None:
     book = PeerBook()
     for second in range(100):

@@ -3,7 +3,7 @@ import pytest
 from sapo_node.config import TrainingSection
 from sapo_node.training.base import Origin
 from sapo_node.training.rows import Row, weigh
-from sapo_node.training.scales import completion_weight, stream_shares, token_scales
+from sapo_node.training.scales import completion_weight, source_factors, stream_shares, token_scales
 
 
 @pytest.mark.parametrize(
@@ -50,10 +50,55 @@ def test_each_stream_has_its_own_rule_for_negative_advantages(stream: Origin) ->
     settings = TrainingSection.model_validate({f"{stream}_negative": "drop"})
     both: tuple[Origin, ...] = ("local", "external")
     rows = [
-        Row(origin, "peer", number, [1], [2, 3], None, advantage, truncated=False)
+        Row(origin, "peer", "peer", number, [1], [2, 3], None, advantage, truncated=False)
         for number, origin in enumerate(both)
         for advantage in (1.0, -1.0)
     ]
     weigh(rows, settings, 16)
     dropped = [row for row in rows if row.weight == 0.0]
     assert [(row.origin, row.advantage, row.trained) for row in dropped] == [(stream, -1.0, False)]
+
+
+@pytest.mark.parametrize(
+    ("pulls", "expected"),
+    [
+        ({"a": 1.0, "b": 2.0, "loud": 20.0}, {"a": 1.0, "b": 1.0, "loud": 0.1}),
+        ({"quiet": 1.0, "loud": 4.0}, {"quiet": 1.0, "loud": 0.25}),  # of two the lower one
+        ({"alone": 7.0}, {"alone": 1.0}),
+        ({"idle": 0.0, "alone": 7.0}, {"idle": 1.0, "alone": 1.0}),
+        ({"idle": 0.0}, {"idle": 1.0}),
+        ({}, {}),
+    ],
+)
+def test_no_source_pulls_harder_than_the_median(pulls: dict[str, float], expected: dict[str, float]) -> None:
+    assert source_factors(pulls) == pytest.approx(expected)
+
+
+def external(source: str, number: int, tokens: int, advantage: float = 1.0) -> Row:
+    return Row("external", "key", source, number, [1], [2] * tokens, None, advantage, truncated=False)
+
+
+@pytest.mark.parametrize("mean", ["token", "sequence", "fixed"])
+def test_many_or_long_groups_of_one_source_count_as_much_as_the_median(mean: str) -> None:
+    settings = TrainingSection.model_validate({"external_balance": "sources", "loss_mean": mean})
+    rows = [
+        Row("local", "me", "me", 0, [1], [2, 3], None, 1.0, truncated=False),
+        *(external(source, number, 3) for number, source in enumerate("ab", 1)),
+        *(external("loud", number, 9, 2.0) for number in range(3, 7)),
+        external("loud", 3, 5, 0.0),
+    ]
+    weigh(rows, settings, 16)
+
+    def pull(source: str) -> float:
+        return sum(row.scale * abs(row.advantage) * len(row.tokens) for row in rows if row.source == source)
+
+    assert pull("loud") == pytest.approx(pull("a"))
+    assert pull("a") == pytest.approx(pull("b"))
+
+
+def test_what_is_taken_from_a_loud_source_is_not_given_to_its_stream() -> None:
+    settings = TrainingSection.model_validate({"external_balance": "sources"})
+    local = [Row("local", "me", "me", number, [1], [2], None, 1.0, truncated=False) for number in range(4)]
+    rows = [*local, external("a", 4, 1), external("b", 5, 1), *(external("loud", number, 1) for number in range(6, 16))]
+    weigh(rows, settings, 16)
+    assert sum(row.scale for row in local) == pytest.approx(4 / (4 + 12 * 3 / 12))  # three of twelve are left

@@ -73,10 +73,12 @@ SEQUENCES = {"loss_mean": "sequence"}
 KL = {"kl_coef": 0.02}
 TWICE = {"max_external_uses": 2}
 
+BALANCED = {"external_balance": "sources"}
 LIKELY = {"external_weighting": "likelihood"}
 
 WIDE_KL = (mix(4, 12, **DROP, **REFILL, **COVERAGE, **KL), TWICE)
 WIDE_KL_LIKELY = (mix(4, 12, **DROP, **REFILL, **COVERAGE, **KL, **LIKELY), TWICE)
+WIDE_KL_BALANCED = (mix(4, 12, **DROP, **REFILL, **COVERAGE, **KL, **BALANCED), TWICE)
 HONEST = 6  # nodes beside two poisoners, and by themselves to compare with
 
 
@@ -114,7 +116,7 @@ ARMS = {
         Arm("wide", mix(4, 12, **DROP, **REFILL, **COVERAGE), TWICE),
         Arm("wide, sequence mean", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES), TWICE),
         Arm("wide, kl", *WIDE_KL),
-        Arm("wide, kl, likely", *WIDE_KL_LIKELY),
+        Arm("wide, kl, balanced", *WIDE_KL_BALANCED),
         Arm("wide, sequence mean, kl", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES, **KL), TWICE),
         # Controls.
         Arm("8/0 resample", mix(8, 0, local_zero_advantage="resample")),
@@ -127,6 +129,7 @@ ARMS = {
         Arm(alone("8/0"), mix(8, 0), nodes=HONEST),
         *_with_poison("wide, kl", WIDE_KL),
         *_with_poison("wide, kl, likely", WIDE_KL_LIKELY),
+        *_with_poison("wide, kl, balanced", WIDE_KL_BALANCED),
         # What else the number and the likeness of nodes do.
         Arm("pooled", mix(64, 0), nodes=1),  # one policy takes the groups of all eight
         Arm("8/0 specialised", mix(8, 0), specialised=True),

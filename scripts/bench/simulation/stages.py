@@ -62,10 +62,24 @@ CONFIRMED = ("8/0", WINNERS_LOSS, "8/0 resample", "4/4", WINNER, "4/4 twice the 
 FRESH_BASES, FRESH_SEEDS = ("base-11", "base-12", "base-13"), range(100, 116)
 
 
-def _confirm(stage: str, arms: Iterable[str]) -> Iterable[Run]:
+def _confirm(stage: str, arms: Iterable[str], seeds: Iterable[int]) -> Iterable[Run]:
     """Seed by seed, so that whatever is finished compares all arms; the bases take turns."""
-    for seed in FRESH_SEEDS:
+    for seed in seeds:
         yield from _runs(stage, arms, FRESH_BASES[seed % len(FRESH_BASES)], [seed])
+
+
+# Poison: which kind is the strongest, and what helps against it, on tuning seeds.
+HONEST_ALONE = (alone("8/0"), alone("wide, kl"))
+KINDS = (*HONEST_ALONE, *(poisoned("wide, kl", kind) for kind in get_args(Kind)))
+STRONGEST: Kind = "style"
+DEFENCES = ("wide, kl, balanced", "wide, kl, likely")
+DEFENDED = [arm for rule in DEFENCES for arm in (poisoned(rule, STRONGEST), alone(rule))]
+
+# The strongest kind again, on fresh seeds: what the rule that holds it back keeps of what its honest nodes learn alone,
+# and of what each of them learns without any swarm.
+HELD_BACK = DEFENCES[0]
+POISONED = (alone("8/0"), alone(WINNER), alone(HELD_BACK), poisoned(HELD_BACK, STRONGEST))
+POISON_SEEDS = range(116, 132)
 
 
 @dataclass(frozen=True)
@@ -86,14 +100,11 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
         Claim(WINNER, "4/4", "the better rule", 1.0, 1.25),
         Claim(WINNER, WINNERS_LOSS, "sharing by the better rule, at its own loss", 1.0),
     ),
+    "poison": (
+        Claim(poisoned(HELD_BACK, STRONGEST), alone(HELD_BACK), "a quarter of poisoners, against none", 0.9),
+        Claim(poisoned(HELD_BACK, STRONGEST), alone("8/0"), "a swarm with them, against no swarm", 1.0),
+    ),
 }
-
-# Poison: which kind is the strongest, and what helps against it, on tuning seeds.
-HONEST_ALONE = (alone("8/0"), alone("wide, kl"))
-KINDS = (*HONEST_ALONE, *(poisoned("wide, kl", kind) for kind in get_args(Kind)))
-STRONGEST: Kind = "style"
-DEFENCES = ("wide, kl, likely",)
-DEFENDED = [arm for rule in DEFENCES for arm in (poisoned(rule, STRONGEST), alone(rule))]
 
 # 6. and 7.
 OTHERS = (
@@ -105,14 +116,22 @@ STAGES: dict[str, list[Run]] = {
     "lr": list(_lr()),
     "rules": list(_runs("rules", (*REFERENCES, *RULES), "base-0", range(5))),
     "controls": list(_runs("controls", CONTROLS, "base-0", range(5))),
-    "confirm": list(_confirm("confirm", CONFIRMED)),
+    "confirm": list(_confirm("confirm", CONFIRMED, FRESH_SEEDS)),
     "dose": [run for base in DOSES for run in _runs("dose", REFERENCES, base, range(3))],
     "poison_kinds": list(_runs("poison_kinds", KINDS, "base-0", range(3))),
     "poison_rules": list(_runs("poison_rules", DEFENDED, "base-0", range(3))),
+    "poison": list(_confirm("poison", POISONED, POISON_SEEDS)),
+    "balanced": list(_runs("balanced", ("wide, kl, balanced",), "base-0", range(5))),
     "others": list(_runs("others", OTHERS, "base-0", range(3))),
 }
-COMPARED = {"poison_kinds": HONEST_ALONE, "poison_rules": HONEST_ALONE}  # stages with references of their own
-BORROW = dict.fromkeys(("controls", "dose", "others"), "rules") | {"poison_rules": "poison_kinds"}
+COMPARED = {
+    "poison_kinds": HONEST_ALONE,
+    "poison_rules": HONEST_ALONE,
+    "poison": HONEST_ALONE,
+    "balanced": ("4/4", "wide, kl"),
+}
+"""Stages with references of their own."""
+BORROW = dict.fromkeys(("controls", "balanced", "dose", "others"), "rules") | {"poison_rules": "poison_kinds"}
 """Stages whose runs of the references on base-0 are those of another one."""
 
 DRAWN = ("rules", "confirm")  # stages of which `report` draws the curves
