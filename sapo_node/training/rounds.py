@@ -49,8 +49,9 @@ NOTHING_DRAWN: Final = SampledGroups(ids=[], rewards_first_drawn=[], tokens=0, s
 """Stands for a batch in rounds that are taken while the engine is down."""
 
 MAX_LOOKS: Final = 8
-"""Times in a round that chosen groups of others are looked at and those that cannot be trained on replaced: as many as
-it takes to go through a whole stock (`arrivals.STOCK_ROUNDS`) of such groups."""
+"""Times in a round that groups of others that cannot be trained on are found among the chosen ones and replaced: as
+many as it takes to go through a whole stock (`arrivals.STOCK_ROUNDS`) of such groups. Then the round goes on with those
+that were looked at."""
 
 Standing = Callable[[str, float], tuple[str, bool]]
 """By peer id and time: whose share a producer's groups are counted for, and whether its work is known for a day."""
@@ -226,20 +227,21 @@ class Rounds:
         """The round's plan, after drawing (or waiting for) what it says is missing; within bounds."""
         give_up = time.monotonic() + self._config.training.shortage_wait_seconds
         draws = looks = 0
-        fit: set[int] = set()  # groups of others that were looked at
+        fit: set[int] = set()  # groups of others that were looked at; no other is trained on
         while True:
             training = self._training
             now = self._clock()
             local = await self._pool.local_candidates(now, self._policy.version, training.staleness)
-            external = await self._external(now)
+            external = [c for c in await self._external(now) if looks < MAX_LOOKS or c.group_id in fit]
             # Only this strategy asks for them.
             own = await self._pool.own_rewards(now) if training.strategy == "novelty" else {}
             plan = plan_round(training, self._config.rollouts, local, external, self._rng, own)
-            if looks < MAX_LOOKS and not self._stop.is_set() and not fit.issuperset(plan.external_ids):
-                looks += 1
-                if await self._drop_unfit([i for i in plan.external_ids if i not in fit], now):
+            if not fit.issuperset(plan.external_ids):
+                unfit = await self._drop_unfit([i for i in plan.external_ids if i not in fit], now)
+                fit.update(i for i in plan.external_ids if i not in unfit)
+                if unfit:
+                    looks += 1
                     continue
-                fit.update(plan.external_ids)
             missing = plan.need_local + plan.resample
             if missing and draws < MAX_EXTRA_DRAWS and self._policy.can_sample and not self._stop.is_set():
                 began = time.monotonic()
@@ -251,19 +253,24 @@ class Rounds:
             else:
                 return batch, plan, [*local, *external]
 
-    async def _drop_unfit(self, ids: list[int], now: float) -> bool:
-        """Remove those of these groups of others that only the policy's tokenizer shows to be too long; whether there
-        were any. Before their use counts, so that others take their places."""
+    async def _drop_unfit(self, ids: list[int], now: float) -> set[int]:
+        """Remove, and return, those of these groups of others that only the policy's tokenizer shows to be too long.
+        Before their use counts, so that others take their places. One that the worker does not survive may be any of
+        them, so all are removed: as in a step, none has more than one try."""
         groups = await self._pool.look(ids)
-        unfit = await self._policy.unfit(groups)
+        try:
+            unfit = await self._policy.unfit(groups)
+        except (PolicyLost, WorkerError, SapoError):
+            await self._pool.discard(ids)
+            raise
         if not unfit:
-            return False
+            return set()
         # Whoever likes can send such groups all day: their sender's account tells of them, not the log.
         log.debug("groups of others cannot be trained on and are left out", reasons=sorted(set(unfit.values())))
         await self._pool.discard(list(unfit))
         for producer, count in Counter(group.producer for group in groups if group.group_id in unfit).items():
             self._useless(producer, count, now)
-        return True
+        return set(unfit)
 
     async def _expected_shortage(self) -> int:
         """Own groups to draw at once with the next batch, where the pool cannot fill J: one call instead of two."""

@@ -246,6 +246,50 @@ def test_groups_too_long_for_the_policy_are_replaced_and_earn_nothing(tmp_path: 
     assert records[0].local_groups == 3, "what is missing to J is drawn instead"
 
 
+@pytest.mark.parametrize("on_shortage", ["local", "fewer", "wait"])
+def test_more_unfit_groups_than_a_round_looks_at_are_not_trained_on_unseen(tmp_path: Path, on_shortage: str) -> None:
+    """Hope: with more of them in stock than a round can go through, the rest takes the places of J all the same."""
+    policy, told = ToyPolicy(), Counter[str]()
+    policy.too_long = {f"new-{batch}" for batch in range(5)}
+
+    async def flood(pool: Pool) -> None:
+        for batch, producer in enumerate(sorted(policy.too_long)):
+            groups = [group(1000 + 100 * batch + index, MIXED, 0, first=False) for index in range(32)]
+            await pool.add_external(producer, batch.to_bytes(32, "big"), groups, time.time())
+
+    training = {"local_groups": 1, "external_groups": 4, "on_shortage": on_shortage, "shortage_wait_seconds": 0.3}
+    known = {"useless": lambda peer_id, groups, now: told.update({peer_id: groups})}
+    more = {"count": 6, "prepare": flood, "rounds": known, "policy": policy}
+    records, _, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, **more))
+    assert all((record.external_groups, record.shortage) == (0, 4) for record in records)
+    assert [record.local_groups for record in records] == [5 if on_shortage == "local" else 1] * 6
+    assert told.total() == 160
+
+
+def test_a_group_that_the_worker_does_not_survive_has_one_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hope: one group on which the tokenizer dies is looked at again and again, until the node gives up."""
+    monkeypatch.setattr(rounds, "LONGEST_PAUSE_SECONDS", 0.01)
+
+    class Fragile(ToyPolicy):
+        lost = 0
+
+        async def unfit(self, groups: list[TrainGroup]) -> dict[int, str]:
+            if any(group.producer == "new-b" for group in groups):
+                self.lost += 1
+                raise PolicyLost("the tokenizer panicked")
+            return {}
+
+    async def one_of_three(pool: Pool) -> None:
+        for number, producer in enumerate(("new-a", "new-b", "new-c")):
+            new = group(1000 + number, MIXED, 0, first=False)
+            await pool.add_external(producer, number.to_bytes(32, "big"), [new], time.time())
+
+    training, policy = {"local_groups": 1, "external_groups": 3}, Fragile()
+    records, _, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, prepare=one_of_three, policy=policy))
+    assert len(records) == 3
+    assert policy.lost == 1
+
+
 def test_own_groups_are_drawn_at_once_for_what_the_rule_will_leave_out(tmp_path: Path) -> None:
     training = {"local_groups": 1, "external_groups": 4, "rule": "capped"}
     same = {"standing": lambda peer_id, now: ("8.8.8.0/24", peer_id == "old")}
