@@ -5,7 +5,8 @@ another: it asks the SAPO sampler which own and external groups make the round (
 missing, counts the uses durably, and steps. A round is one optimiser step; nobody else's round matters.
 
 Where sampling has an engine of its own and that is down, rounds are taken on what there is: J external groups, and own
-ones that are left.
+ones that are left. A round on nothing is none: no step is taken, the node goes on sampling and sharing (others may wait
+for its groups as it does for theirs), and plans again.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ for ever; the round then goes on with what it has."""
 MAX_FAULTS: Final = 10  # in a row, without a round between them; with the pauses below about three minutes
 LONGEST_PAUSE_SECONDS: Final = 30.0
 EXPIRE_EVERY_ROUNDS: Final = 10
-LOOK_SECONDS: Final = 1.0  # between two looks at whether a round can be taken while the engine is down
+LOOK_SECONDS: Final = 1.0  # between two looks at whether a round can be taken, while there is nothing to train on
 
 NOTHING_DRAWN: Final = SampledGroups(ids=[], rewards_first_drawn=[], tokens=0, seconds=0.0, published=0)
 """Stands for a batch in rounds that are taken while the engine is down."""
@@ -60,6 +61,22 @@ Standing = Callable[[str, float], tuple[str, bool]]
 FAULTS: Final = (PolicyLost, LostVersion, NothingToDraw, TaskRefused, WorkerError, PoolError)
 """What a batch or a round may fail on without ending the node: a worker that is restarted, a question that cannot be
 generated, an epoch whose indices are used up, a disk that is full for a while."""
+
+
+class Drawn(Struct):
+    """What was sampled since the last round: more than its own batch, where some could not be trained on."""
+
+    groups: int = 0
+    published: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, batch: SampledGroups) -> None:
+        """Count a batch in."""
+        self.groups += len(batch.ids)
+        self.published += batch.published
+        self.tokens += batch.tokens
+        self.seconds += batch.seconds
 
 
 class RoundsFailed(SapoError):
@@ -109,6 +126,8 @@ class Rounds:
         self._drawn: asyncio.Queue[SampledGroups] = asyncio.Queue(maxsize=ahead)
         self._last_end = time.monotonic()
         self._faults = 0  # in a row
+        self.waiting = ""  # a sentence for people on why no round is taken now
+        self._since = Drawn()
         self._waited = 0.0  # seconds for which the trainer had nothing to do since the last round
         self._settling: asyncio.Task[None] | None = None
         self._attempts = 0  # rounds begun by this process; unlike versions it never goes back
@@ -154,6 +173,7 @@ class Rounds:
                 await self.take(batch)
             except FAULTS as error:
                 await self._bear("a round could not be taken", error)
+        self.waiting = ""
         self._stop.set()
 
     async def _bear(self, what: str, error: Exception) -> None:
@@ -179,16 +199,20 @@ class Rounds:
                     return NOTHING_DRAWN
 
     async def take(self, batch: SampledGroups) -> None:
-        """One round that begins with this batch."""
+        """One round that begins with this batch; where there is nothing to train on, a pause and no round."""
         released = batch is NOTHING_DRAWN  # which took no room
         try:
             batch, plan, chosen = await self._plan(batch)
+            self._since.add(batch)
             self._attempts += 1
             counts_for = {candidate.group_id: candidate.counts_for for candidate in chosen}
             taken = await self._pool.consume([*plan.local_ids, *plan.external_ids], self._attempts)
             groups = [structs.replace(group, source=counts_for[group.group_id]) for group in taken]
             if plan.discarded_ids:
                 await self._pool.discard(plan.discarded_ids)
+            if not groups:
+                await self._let_pass(batch)
+                return
             if self._policy.takes_turns:
                 # The next batch's questions are drawn while this step runs; its completions wait for the new version.
                 self._room.release()
@@ -202,10 +226,23 @@ class Rounds:
             if not released:
                 self._room.release()
         self._faults = 0
+        self.waiting = ""
         record = self._record(batch, plan, chosen, groups, version, result)
         await self._events.recorded(record)
         if record.round % EXPIRE_EVERY_ROUNDS == 0:
             await self._pool.expire(self._clock(), self._policy.version, self._config.training.staleness)
+
+    async def _let_pass(self, batch: SampledGroups) -> None:
+        """Wait a little for something to train on. The batch had its turn: without steps its groups would never be too
+        old, and in the end fill the pool."""
+        if not self.waiting:
+            own = "no own ones" if self._training.local_groups else "training.local_groups is 0"
+            self.waiting = f"there is nothing to train on: no usable groups of others are here, and {own}"
+            log.warning("no round is taken until there is something to train on", reason=self.waiting)
+        await self._pool.consume(batch.ids, self._attempts)
+        began = time.monotonic()
+        await until(self._stop, asyncio.sleep(LOOK_SECONDS))
+        self._waited += time.monotonic() - began
 
     async def _release_when_settled(self) -> None:
         """Let the next batch be sampled once the engine has this step's weights; the next step need not wait for that,
@@ -317,6 +354,7 @@ class Rounds:
         now = time.monotonic()
         seconds, self._last_end = now - self._last_end, now
         waited, self._waited = self._waited, 0.0
+        drawn, self._since = self._since, Drawn()
         metrics = dict(result.metrics)
         return RoundRecord(
             round=result.policy_version,
@@ -324,8 +362,8 @@ class Rounds:
             policy_version=result.policy_version,
             reward_first_drawn=mean(batch.rewards_first_drawn),
             reward_after_selection=mean([reward for group in groups for reward in group.rewards]),
-            groups_drawn=len(batch.ids),
-            groups_published=batch.published,
+            groups_drawn=drawn.groups,
+            groups_published=drawn.published,
             local_groups=len(local),
             external_groups=len(external),
             informative_groups=sum(informative(group.rewards) for group in groups),
@@ -338,9 +376,9 @@ class Rounds:
             sync_stall_seconds=self._policy.engine.stall_seconds,
             age_external_seconds=mean([by_id[group.group_id].age_seconds for group in external]),
             producer_gradients=result.producer_gradients,
-            tokens_sampled=batch.tokens,
-            tokens_per_second=batch.tokens / batch.seconds if batch.seconds > 0 else None,
-            sample_seconds=batch.seconds,
+            tokens_sampled=drawn.tokens,
+            tokens_per_second=drawn.tokens / drawn.seconds if drawn.seconds > 0 else None,
+            sample_seconds=drawn.seconds,
             step_seconds=metrics.pop("step_seconds", None),
             round_seconds=seconds,
             loss=metrics.pop("loss", None),
