@@ -444,6 +444,7 @@ class Node:
     def _status(self) -> None:
         policy: Policy | None = getattr(self, "_policy", None)
         engine = policy.engine if policy else EngineStatus(name="", state="")
+        rounds: Rounds | None = getattr(self, "_rounds", None)
         swarm = self._swarm
         status = NodeStatus(
             pid=os.getpid(),
@@ -463,7 +464,7 @@ class Node:
             held_out=self._held_out,
             held_out_start=self._held_out_start,
             shortage=self._shortage,
-            reason=self._reason,
+            reason=(rounds.waiting if rounds else "") or self._reason,
             engine=engine.name,
             engine_state=engine.state,
             engine_restarts=engine.restarts,

@@ -33,7 +33,8 @@ class RoundRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="roun
     """Mean reward over the training set. It rises by selection alone, also where nothing is learnt: never a claim."""
 
     groups_drawn: int = 0
-    """Groups this node sampled since the last round (B of them, and more where it resampled)."""
+    """Groups this node sampled since the last round (B of them, and more where it resampled, or where
+    there was nothing to train on meanwhile)."""
 
     groups_published: int = 0
     """Own groups published since the last round (S of them)."""
@@ -64,7 +65,8 @@ class RoundRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="roun
     """Own completions in the training set during whose sampling new weights arrived."""
 
     wait_seconds: float | None = None
-    """How long the trainer had nothing to do since the last round, because own groups were still being sampled."""
+    """How long the trainer had nothing to do since the last round, because own groups were still being sampled, or
+    there was nothing to train on."""
 
     sync_stall_seconds: float | None = None
     """How long sampling stood still for the newest exchange of weights; null where the engine shares the trainer's."""
@@ -98,7 +100,7 @@ class RoundRecord(Struct, frozen=True, kw_only=True, tag_field="kind", tag="roun
     """Tokens sampled a second of sampling."""
 
     sample_seconds: float | None = None
-    """Seconds spent sampling for this round."""
+    """Seconds spent sampling since the last round."""
 
     step_seconds: float | None = None
     """Seconds of the optimiser step, forward and backward passes included."""

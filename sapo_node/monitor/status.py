@@ -78,7 +78,7 @@ class NodeStatus(Struct, frozen=True, kw_only=True):
     """External groups missing to J in the last round."""
 
     reason: str = ""
-    """Why it is in this state, or why it stopped; a sentence for people."""
+    """Why it is in this state, takes no rounds, or stopped; a sentence for people."""
 
     engine: str = ""
     """What samples completions: vllm or transformers."""

@@ -26,6 +26,14 @@ TEMPLATE_SECONDS = 10.0
 """For rendering a chat template, which takes milliseconds. The sandbox of transformers ends no loops."""
 
 
+MAX_TOKEN_CHARS = 64
+"""Characters a token stands for at most, as far as a text is read; runs of blanks in large vocabularies come near."""
+
+PIECE_CHARS = 4
+"""Characters that are read at once for each token of the limit, to see whether a text is too long. With fewer, usual
+texts that fit would be encoded twice; with more, a stranger's text costs more before it is given up."""
+
+
 class Untrainable(ValueError):
     """A text that this policy cannot be trained on; the message says why."""
 
@@ -81,6 +89,32 @@ class Encoder:
         return [
             [*ids, self._eos] if finish == "stop" else list(ids) for ids, finish in zip(encoded, finishes, strict=True)
         ]
+
+    def at_most(self, limit: int, texts: Sequence[str], finishes: Sequence[Finish]) -> list[tuple[list[int], bool]]:
+        """As `completions`, of each the first `limit` tokens and whether it has more."""
+        beginnings = [self.beginning(text, limit) for text in texts]
+        short = [index for index, beginning in enumerate(beginnings) if beginning is None]
+        whole = self.completions([texts[index] for index in short], [finishes[index] for index in short])
+        read = dict(zip(short, whole, strict=True))
+        return [
+            (read[index][:limit], len(read[index]) > limit) if beginning is None else (beginning, True)
+            for index, beginning in enumerate(beginnings)
+        ]
+
+    def beginning(self, text: str, limit: int) -> list[int] | None:
+        """Up to `limit` tokens of a text that has more; None where it has to be encoded as a whole to know.
+
+        A stranger's text may be long for nothing, so its end is not read. It is encoded piece by piece, up to where the
+        pieces have twice as many tokens: each may have a few more than its part of the whole.
+        """
+        size, tokens = PIECE_CHARS * limit, list[int]()
+        if len(text) <= size:
+            return None
+        for start in range(0, min(len(text), MAX_TOKEN_CHARS * limit), size):
+            tokens += self.completion(text[start : start + size], "length")
+            if len(tokens) > 2 * limit:
+                return tokens[:limit]
+        return tokens[:limit] if len(text) > MAX_TOKEN_CHARS * limit else None
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Texts of completions, without special tokens and otherwise exactly as the tokens spell them."""

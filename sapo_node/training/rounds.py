@@ -5,7 +5,8 @@ another: it asks the SAPO sampler which own and external groups make the round (
 missing, counts the uses durably, and steps. A round is one optimiser step; nobody else's round matters.
 
 Where sampling has an engine of its own and that is down, rounds are taken on what there is: J external groups, and own
-ones that are left.
+ones that are left. A round on nothing is none: no step is taken, the node goes on sampling and sharing (others may wait
+for its groups as it does for theirs), and plans again.
 """
 
 import asyncio
@@ -43,14 +44,15 @@ for ever; the round then goes on with what it has."""
 MAX_FAULTS: Final = 10  # in a row, without a round between them; with the pauses below about three minutes
 LONGEST_PAUSE_SECONDS: Final = 30.0
 EXPIRE_EVERY_ROUNDS: Final = 10
-LOOK_SECONDS: Final = 1.0  # between two looks at whether a round can be taken while the engine is down
+LOOK_SECONDS: Final = 1.0  # between two looks at whether a round can be taken, while there is nothing to train on
 
 NOTHING_DRAWN: Final = SampledGroups(ids=[], rewards_first_drawn=[], tokens=0, seconds=0.0, published=0)
 """Stands for a batch in rounds that are taken while the engine is down."""
 
 MAX_LOOKS: Final = 8
-"""Times in a round that chosen groups of others are looked at and those that cannot be trained on replaced: as many as
-it takes to go through a whole stock (`arrivals.STOCK_ROUNDS`) of such groups."""
+"""Times in a round that groups of others that cannot be trained on are found among the chosen ones and replaced: as
+many as it takes to go through a whole stock (`arrivals.STOCK_ROUNDS`) of such groups. Then the round goes on with those
+that were looked at."""
 
 Standing = Callable[[str, float], tuple[str, bool]]
 """By peer id and time: whose share a producer's groups are counted for, and whether its work is known for a day."""
@@ -59,6 +61,22 @@ Standing = Callable[[str, float], tuple[str, bool]]
 FAULTS: Final = (PolicyLost, LostVersion, NothingToDraw, TaskRefused, WorkerError, PoolError)
 """What a batch or a round may fail on without ending the node: a worker that is restarted, a question that cannot be
 generated, an epoch whose indices are used up, a disk that is full for a while."""
+
+
+class Drawn(Struct):
+    """What was sampled since the last round: more than its own batch, where some could not be trained on."""
+
+    groups: int = 0
+    published: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+    def add(self, batch: SampledGroups) -> None:
+        """Count a batch in."""
+        self.groups += len(batch.ids)
+        self.published += batch.published
+        self.tokens += batch.tokens
+        self.seconds += batch.seconds
 
 
 class RoundsFailed(SapoError):
@@ -108,6 +126,8 @@ class Rounds:
         self._drawn: asyncio.Queue[SampledGroups] = asyncio.Queue(maxsize=ahead)
         self._last_end = time.monotonic()
         self._faults = 0  # in a row
+        self.waiting = ""  # a sentence for people on why no round is taken now
+        self._since = Drawn()
         self._waited = 0.0  # seconds for which the trainer had nothing to do since the last round
         self._settling: asyncio.Task[None] | None = None
         self._attempts = 0  # rounds begun by this process; unlike versions it never goes back
@@ -153,6 +173,7 @@ class Rounds:
                 await self.take(batch)
             except FAULTS as error:
                 await self._bear("a round could not be taken", error)
+        self.waiting = ""
         self._stop.set()
 
     async def _bear(self, what: str, error: Exception) -> None:
@@ -178,16 +199,20 @@ class Rounds:
                     return NOTHING_DRAWN
 
     async def take(self, batch: SampledGroups) -> None:
-        """One round that begins with this batch."""
+        """One round that begins with this batch; where there is nothing to train on, a pause and no round."""
         released = batch is NOTHING_DRAWN  # which took no room
         try:
             batch, plan, chosen = await self._plan(batch)
+            self._since.add(batch)
             self._attempts += 1
             counts_for = {candidate.group_id: candidate.counts_for for candidate in chosen}
             taken = await self._pool.consume([*plan.local_ids, *plan.external_ids], self._attempts)
             groups = [structs.replace(group, source=counts_for[group.group_id]) for group in taken]
             if plan.discarded_ids:
                 await self._pool.discard(plan.discarded_ids)
+            if not groups:
+                await self._let_pass(batch)
+                return
             if self._policy.takes_turns:
                 # The next batch's questions are drawn while this step runs; its completions wait for the new version.
                 self._room.release()
@@ -201,10 +226,23 @@ class Rounds:
             if not released:
                 self._room.release()
         self._faults = 0
+        self.waiting = ""
         record = self._record(batch, plan, chosen, groups, version, result)
         await self._events.recorded(record)
         if record.round % EXPIRE_EVERY_ROUNDS == 0:
             await self._pool.expire(self._clock(), self._policy.version, self._config.training.staleness)
+
+    async def _let_pass(self, batch: SampledGroups) -> None:
+        """Wait a little for something to train on. The batch had its turn: without steps its groups would never be too
+        old, and in the end fill the pool."""
+        if not self.waiting:
+            own = "no own ones" if self._training.local_groups else "training.local_groups is 0"
+            self.waiting = f"there is nothing to train on: no usable groups of others are here, and {own}"
+            log.warning("no round is taken until there is something to train on", reason=self.waiting)
+        await self._pool.consume(batch.ids, self._attempts)
+        began = time.monotonic()
+        await until(self._stop, asyncio.sleep(LOOK_SECONDS))
+        self._waited += time.monotonic() - began
 
     async def _release_when_settled(self) -> None:
         """Let the next batch be sampled once the engine has this step's weights; the next step need not wait for that,
@@ -226,20 +264,21 @@ class Rounds:
         """The round's plan, after drawing (or waiting for) what it says is missing; within bounds."""
         give_up = time.monotonic() + self._config.training.shortage_wait_seconds
         draws = looks = 0
-        fit: set[int] = set()  # groups of others that were looked at
+        fit: set[int] = set()  # groups of others that were looked at; no other is trained on
         while True:
             training = self._training
             now = self._clock()
             local = await self._pool.local_candidates(now, self._policy.version, training.staleness)
-            external = await self._external(now)
+            external = [c for c in await self._external(now) if looks < MAX_LOOKS or c.group_id in fit]
             # Only this strategy asks for them.
             own = await self._pool.own_rewards(now) if training.strategy == "novelty" else {}
             plan = plan_round(training, self._config.rollouts, local, external, self._rng, own)
-            if looks < MAX_LOOKS and not self._stop.is_set() and not fit.issuperset(plan.external_ids):
-                looks += 1
-                if await self._drop_unfit([i for i in plan.external_ids if i not in fit], now):
+            if not fit.issuperset(plan.external_ids):
+                unfit = await self._drop_unfit([i for i in plan.external_ids if i not in fit], now)
+                fit.update(i for i in plan.external_ids if i not in unfit)
+                if unfit:
+                    looks += 1
                     continue
-                fit.update(plan.external_ids)
             missing = plan.need_local + plan.resample
             if missing and draws < MAX_EXTRA_DRAWS and self._policy.can_sample and not self._stop.is_set():
                 began = time.monotonic()
@@ -251,19 +290,24 @@ class Rounds:
             else:
                 return batch, plan, [*local, *external]
 
-    async def _drop_unfit(self, ids: list[int], now: float) -> bool:
-        """Remove those of these groups of others that only the policy's tokenizer shows to be too long; whether there
-        were any. Before their use counts, so that others take their places."""
+    async def _drop_unfit(self, ids: list[int], now: float) -> set[int]:
+        """Remove, and return, those of these groups of others that only the policy's tokenizer shows to be too long.
+        Before their use counts, so that others take their places. One that the worker does not survive may be any of
+        them, so all are removed: as in a step, none has more than one try."""
         groups = await self._pool.look(ids)
-        unfit = await self._policy.unfit(groups)
+        try:
+            unfit = await self._policy.unfit(groups)
+        except (PolicyLost, WorkerError, SapoError):
+            await self._pool.discard(ids)
+            raise
         if not unfit:
-            return False
+            return set()
         # Whoever likes can send such groups all day: their sender's account tells of them, not the log.
         log.debug("groups of others cannot be trained on and are left out", reasons=sorted(set(unfit.values())))
         await self._pool.discard(list(unfit))
         for producer, count in Counter(group.producer for group in groups if group.group_id in unfit).items():
             self._useless(producer, count, now)
-        return True
+        return set(unfit)
 
     async def _expected_shortage(self) -> int:
         """Own groups to draw at once with the next batch, where the pool cannot fill J: one call instead of two."""
@@ -310,6 +354,7 @@ class Rounds:
         now = time.monotonic()
         seconds, self._last_end = now - self._last_end, now
         waited, self._waited = self._waited, 0.0
+        drawn, self._since = self._since, Drawn()
         metrics = dict(result.metrics)
         return RoundRecord(
             round=result.policy_version,
@@ -317,8 +362,8 @@ class Rounds:
             policy_version=result.policy_version,
             reward_first_drawn=mean(batch.rewards_first_drawn),
             reward_after_selection=mean([reward for group in groups for reward in group.rewards]),
-            groups_drawn=len(batch.ids),
-            groups_published=batch.published,
+            groups_drawn=drawn.groups,
+            groups_published=drawn.published,
             local_groups=len(local),
             external_groups=len(external),
             informative_groups=sum(informative(group.rewards) for group in groups),
@@ -331,9 +376,9 @@ class Rounds:
             sync_stall_seconds=self._policy.engine.stall_seconds,
             age_external_seconds=mean([by_id[group.group_id].age_seconds for group in external]),
             producer_gradients=result.producer_gradients,
-            tokens_sampled=batch.tokens,
-            tokens_per_second=batch.tokens / batch.seconds if batch.seconds > 0 else None,
-            sample_seconds=batch.seconds,
+            tokens_sampled=drawn.tokens,
+            tokens_per_second=drawn.tokens / drawn.seconds if drawn.seconds > 0 else None,
+            sample_seconds=drawn.seconds,
             step_seconds=metrics.pop("step_seconds", None),
             round_seconds=seconds,
             loss=metrics.pop("loss", None),

@@ -22,9 +22,6 @@ from sapo_node.training.scales import (
     token_scales,
 )
 
-# Characters a token stands for at most, as far as a text is read; runs of blanks in large vocabularies come near.
-MAX_TOKEN_CHARS = 64
-
 
 @dataclass
 class Row:
@@ -64,6 +61,8 @@ def encode(
             if group.origin == "local" and age > training.staleness:
                 limit = training.staleness
                 raise Untrainable(f"sampled {age} policy versions ago; training.max_staleness is {limit}")
+            if policy.encoder.beginning(group.question, max_prompt) is not None:
+                raise Untrainable(f"its prompt has far more than {max_prompt} tokens, which are taken at most")
             prompt = policy.encoder.prompt(group.question)
             if len(prompt) > max_prompt:
                 raise Untrainable(f"its prompt has {len(prompt)} tokens; at most {max_prompt} are taken")
@@ -82,17 +81,13 @@ def _encode(
     # As if this node had sampled it: a text that it could never finish would only teach it to be cut off.
     external_limit = min(room, inference.max_completion_tokens)
     textual = [one for one in group.completions if one.token_ids is None]
-    # Cut before encoding: a stranger's megabyte of text would cost seconds and be cut afterwards.
-    texts = [one.text[: MAX_TOKEN_CHARS * external_limit] for one in textual]
-    encoded = iter(policy.encoder.completions(texts, [one.finish for one in textual]))
+    encoded = iter(
+        policy.encoder.at_most(external_limit, [one.text for one in textual], [one.finish for one in textual])
+    )
     rows = []
     for completion, advantage in zip(group.completions, values, strict=True):
-        tokens, limit = completion.token_ids, room
-        if tokens is None:
-            tokens, limit = next(encoded), external_limit
-        cut = len(tokens) > limit or (
-            completion.token_ids is None and len(completion.text) > MAX_TOKEN_CHARS * external_limit
-        )
+        own = completion.token_ids
+        tokens, cut = next(encoded) if own is None else (own[:room], len(own) > room)
         rows.append(
             Row(
                 origin=group.origin,
@@ -100,8 +95,8 @@ def _encode(
                 source=group.source or group.producer,
                 group_id=group.group_id,
                 prompt=prompt,
-                tokens=tokens[:limit],
-                old=None if completion.logprobs is None else completion.logprobs[:limit],
+                tokens=tokens,
+                old=None if completion.logprobs is None else completion.logprobs[: len(tokens)],
                 advantage=advantage,
                 truncated=cut or completion.finish == "length",
             )

@@ -252,6 +252,15 @@ def test_groups_that_could_not_be_trained_on_are_no_work() -> None:
     assert not book.aged("a", NOW + DAY)
 
 
+def test_a_peer_whose_groups_are_too_long_here_is_a_stranger_and_no_culprit() -> None:
+    book = PeerBook()
+    book.accepted("a", groups=160, usable=160, now=NOW)
+    book.useless("a", 160, NOW)
+    assert book.score("a", NOW) == 0.0, "an honest peer may write more than this node can read"
+    book.rejected("a", NOW)
+    assert book.welcome("a", NOW)
+
+
 def test_after_a_useless_group_usable_ones_of_the_same_hour_count() -> None:
     book = PeerBook()
     book.accepted("a", groups=1, usable=1, now=NOW)

@@ -94,6 +94,46 @@ def test_completions_come_back_as_they_were() -> None:
     assert coder.decode(coder.completions(texts, ["stop"] * 4)) == texts
 
 
+class Counting:
+    """A tokenizer that counts the characters it is given."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.read = tokenizer, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tokenizer, name)
+
+    def __call__(self, text: Any, **more: Any) -> Any:
+        self.read += len(text) if isinstance(text, str) else sum(map(len, text))
+        return self.tokenizer(text, **more)
+
+
+LIMIT = 20
+
+
+@pytest.mark.parametrize("head", ["", "the answer is " * 8, "answer" * 30], ids=["at once", "after words", "late"])
+def test_a_text_that_is_too_long_is_known_by_its_beginning(head: str) -> None:
+    """Hope: the end of a text that will be cut is encoded, which takes a hundred times as long as what is kept."""
+    counting = Counting(make_tokenizer())
+    coder = Encoder(counting, counting.eos_token_id)
+    counting.read = 0
+    ((tokens, cut),) = coder.at_most(LIMIT, [head + "?!" * 16_000], ["stop"])
+    assert cut
+    assert len(tokens) == LIMIT
+    assert coder.decode([tokens])[0] == (head + "?!" * 16_000)[: len(coder.decode([tokens])[0])]
+    assert counting.read <= len(head) + 2 * encoding.PIECE_CHARS * LIMIT
+
+
+def test_a_text_is_whole_up_to_the_limit_however_many_characters_it_has() -> None:
+    coder, _ = encoder()
+    word = max((" answer", " many", "what is "), key=lambda text: len(text) / len(coder.completion(text, "length")))
+    for text in (word * 40, "?!" * 40, "", "46"):
+        whole = coder.completion(text, "stop")
+        assert coder.at_most(len(whole), [text], ["stop"]) == [(whole, False)]
+        assert coder.at_most(len(whole) - 1, [text], ["stop"])[0][1] or len(whole) == 1
+    assert [cut for _, cut in coder.at_most(2, ["4", "4" * 200, "46"], ["length"] * 3)] == [False, True, False]
+
+
 def test_no_completions_is_no_error() -> None:
     coder, _ = encoder()
     assert coder.completions([], []) == []

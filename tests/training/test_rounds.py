@@ -246,6 +246,50 @@ def test_groups_too_long_for_the_policy_are_replaced_and_earn_nothing(tmp_path: 
     assert records[0].local_groups == 3, "what is missing to J is drawn instead"
 
 
+@pytest.mark.parametrize("on_shortage", ["local", "fewer", "wait"])
+def test_more_unfit_groups_than_a_round_looks_at_are_not_trained_on_unseen(tmp_path: Path, on_shortage: str) -> None:
+    """Hope: with more of them in stock than a round can go through, the rest takes the places of J all the same."""
+    policy, told = ToyPolicy(), Counter[str]()
+    policy.too_long = {f"new-{batch}" for batch in range(5)}
+
+    async def flood(pool: Pool) -> None:
+        for batch, producer in enumerate(sorted(policy.too_long)):
+            groups = [group(1000 + 100 * batch + index, MIXED, 0, first=False) for index in range(32)]
+            await pool.add_external(producer, batch.to_bytes(32, "big"), groups, time.time())
+
+    training = {"local_groups": 1, "external_groups": 4, "on_shortage": on_shortage, "shortage_wait_seconds": 0.3}
+    known = {"useless": lambda peer_id, groups, now: told.update({peer_id: groups})}
+    more = {"count": 6, "prepare": flood, "rounds": known, "policy": policy}
+    records, _, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, **more))
+    assert all((record.external_groups, record.shortage) == (0, 4) for record in records)
+    assert [record.local_groups for record in records] == [5 if on_shortage == "local" else 1] * 6
+    assert told.total() == 160
+
+
+def test_a_group_that_the_worker_does_not_survive_has_one_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hope: one group on which the tokenizer dies is looked at again and again, until the node gives up."""
+    monkeypatch.setattr(rounds, "LONGEST_PAUSE_SECONDS", 0.01)
+
+    class Fragile(ToyPolicy):
+        lost = 0
+
+        async def unfit(self, groups: list[TrainGroup]) -> dict[int, str]:
+            if any(group.producer == "new-b" for group in groups):
+                self.lost += 1
+                raise PolicyLost("the tokenizer panicked")
+            return {}
+
+    async def one_of_three(pool: Pool) -> None:
+        for number, producer in enumerate(("new-a", "new-b", "new-c")):
+            new = group(1000 + number, MIXED, 0, first=False)
+            await pool.add_external(producer, number.to_bytes(32, "big"), [new], time.time())
+
+    training, policy = {"local_groups": 1, "external_groups": 3}, Fragile()
+    records, _, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, prepare=one_of_three, policy=policy))
+    assert len(records) == 3
+    assert policy.lost == 1
+
+
 def test_own_groups_are_drawn_at_once_for_what_the_rule_will_leave_out(tmp_path: Path) -> None:
     training = {"local_groups": 1, "external_groups": 4, "rule": "capped"}
     same = {"standing": lambda peer_id, now: ("8.8.8.0/24", peer_id == "old")}
@@ -413,6 +457,75 @@ def test_without_engine_and_without_groups_of_others_no_round_is_taken(
     records, _, _ = asyncio.run(body())
     assert records[0].time - started >= 0.6
     assert [record.local_groups for record in records] == [1] * 3
+
+
+def test_a_stock_that_cannot_be_trained_on_makes_no_rounds_while_the_engine_is_down(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hope: rounds on nothing use up the owner's rounds, and make own groups too old before they are trained on."""
+    monkeypatch.setattr(rounds, "LOOK_SECONDS", 0.02)
+    policy = DownAtFirst()
+    policy.too_long = {"unfit"}
+
+    async def feed(pool: Pool) -> None:
+        for number in range(40):
+            new = group(1000 + number, MIXED, 0, first=True)
+            await pool.add_external("unfit", number.to_bytes(32, "big"), [new], time.time())
+            await asyncio.sleep(0.02)
+        await externals(3)(pool)
+
+    async def body() -> Any:
+        async def begin(pool: Pool) -> None:
+            feeding.append(asyncio.create_task(feed(pool)))
+
+        feeding: list[asyncio.Task[None]] = []
+        policy.up.clear()
+        training = {"local_groups": 1, "external_groups": 1, "max_staleness": 1, "on_shortage": "fewer"}
+        more = {"policy": policy, "sampling": PairedSampling, "count": 4, "prepare": begin}
+        return await run_rounds(tmp_path, training, MIXED, **more)
+
+    records, _, _ = asyncio.run(body())
+    assert [(r.local_groups, r.external_groups) for r in records[:3]] == [(0, 1)] * 3
+    assert all(policy.steps)
+
+
+@pytest.mark.parametrize("on_shortage", ["fewer", "wait"])
+def test_who_trains_on_others_alone_samples_and_shares_until_there_are_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, on_shortage: str
+) -> None:
+    """Two such nodes wait for each other's groups: neither may stop sampling, and neither takes rounds on nothing."""
+    monkeypatch.setattr(rounds, "LOOK_SECONDS", 0.05)
+    seen: list[str] = []
+    unused: list[int] = []
+
+    class Peered(ToySampling):
+        """The other node's first group comes after this node's fifth batch."""
+
+        async def draw(self, first: int, extra: int) -> SampledGroups:
+            seen.append(loops.waiting)
+            unused.append(len(await self.pool.local_candidates(time.time(), 0, 0)))
+            if len(self.asked) >= 5:
+                await externals(3)(self.pool)
+            return await super().draw(first, extra)
+
+    class Kept(Rounds):
+        def __init__(self, *given: Any, **more: Any) -> None:
+            nonlocal loops
+            super().__init__(*given, **more)
+            loops = self
+
+    loops: Any = None
+    monkeypatch.setitem(globals(), "Rounds", Kept)
+    training = {"local_groups": 0, "external_groups": 3, "on_shortage": on_shortage, "shortage_wait_seconds": 0.05}
+    records, _, policy = asyncio.run(run_rounds(tmp_path, training, MIXED, sampling=Peered, count=1))
+    assert [record.round for record in records] == [1]
+    assert policy.version == 1
+    assert all(policy.steps)
+    assert records[0].groups_drawn >= 5, "what was sampled since the last round, in all"
+    assert records[0].tokens_sampled == 4 * records[0].groups_drawn
+    assert max(unused) <= 2, "groups that had their turn do not pile up"
+    assert (seen[0], loops.waiting) == ("", "")
+    assert "training.local_groups is 0" in seen[-1]
 
 
 class DiesOnce(PairedSampling):

@@ -12,6 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from sapo_node.inference.base import SamplingParams
 from sapo_node.training import checkpoint
 from sapo_node.training.base import TrainCompletion, TrainGroup
+from sapo_node.training.encoding import PIECE_CHARS
 from sapo_node.training.policy import load_policy, make_policy
 from sapo_node.training.rows import Row
 from sapo_node.training.trainer import Trainer
@@ -215,6 +216,26 @@ def test_groups_that_only_the_tokenizer_shows_to_be_useless_are_told_before_a_st
     assert one.version == 0
     one.max_prompt = 3
     assert "its prompt has" in one.unfit([group(5)])[5]
+
+
+def test_texts_that_do_not_fit_are_read_no_further_than_it_takes_to_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hope: each group makes the tokenizer read a quarter of a megabyte, of which nothing is used."""
+    one, read = trainer(), list[int]()
+    completions = one.policy.encoder.completions
+
+    def reading(texts: Any, finishes: Any) -> Any:
+        read.extend(map(len, texts))
+        return completions(texts, finishes)
+
+    monkeypatch.setattr(one.policy.encoder, "completions", reading)
+    junk = "?!" * 16_000
+    limit = one.inference.max_completion_tokens
+    assert set(one.unfit([group(number, texts=[junk] * 4) for number in range(3)])) == {0, 1, 2}
+    assert sum(read) <= 3 * 4 * 2 * PIECE_CHARS * limit
+    read.clear()
+    asked = msgspec.structs.replace(group(4), question=junk)
+    assert "its prompt has" in one.unfit([asked])[4]
+    assert sum(read) <= 2 * PIECE_CHARS * one.max_prompt
 
 
 def test_external_completions_of_any_length_are_bounded() -> None:
