@@ -44,7 +44,7 @@ from sapo_node.tasks.base import TaskSpec
 from sapo_node.training.base import Origin, TrainCompletion, TrainGroup
 from sapo_node.training.sapo import Candidate, informative
 
-__all__ = ["Counter", "NewGroup", "Pool", "PoolError", "PoolStats", "coordinates", "drawn_at", "unpack_completions"]
+__all__ = ["Counter", "NewGroup", "Pool", "PoolError", "PoolStats", "coordinates", "drawn_at"]
 
 Counter = Literal["batch", "announcement"]
 

@@ -89,10 +89,10 @@ class Catalogue:
         welcome: Callable[[str, float], bool],
         rng: random.Random,
         share: Callable[[str], str] = str,
-        gave: Callable[[str], bool] = lambda peer_id: True,
+        gave: Callable[[str, float], bool] = lambda peer_id, now: True,
     ) -> None:
         """`welcome(peer_id, now)` tells whether to fetch from a peer at all; peers with the same `share` are drawn as
-        one; `gave` tells whether a peer gave something lately."""
+        one; `gave(peer_id, now)` whether it gave something lately."""
         self._own = own_peer_id
         self._max_age = max_age_seconds
         self._welcome = welcome
@@ -135,8 +135,8 @@ class Catalogue:
         which to go on now. Report back by one of `fetched`, `failed`."""
         lots: dict[bool, dict[str, list[str]]] = {False: {}, True: {}}  # whether in doubt -> share -> peers
         for peer_id, offer in self._offers.items():
-            taken = not only_reliable or self._reliable(peer_id, offer, now)
-            if taken and self._free(peer_id, offer, now) and not without(peer_id):
+            may = self._free(peer_id, offer, now) and not without(peer_id)
+            if may and (not only_reliable or self._reliable(peer_id, offer, now)):
                 lots[_in_doubt(offer, now)].setdefault(self._share(peer_id), []).append(peer_id)
         for some in lots.values():
             for lot in self._rng.sample(list(some.values()), len(some)):
@@ -208,7 +208,7 @@ class Catalogue:
         return peer_id not in self._busy and not rests and self._welcome(peer_id, now)
 
     def _reliable(self, peer_id: str, offer: _Offer, now: float) -> bool:
-        return not _in_doubt(offer, now) and self._gave(peer_id)
+        return not _in_doubt(offer, now) and self._gave(peer_id, now)
 
     def _unseen(self, peer_id: str, now: float) -> list[Listing]:
         fresh = (b for b in self._offers[peer_id].announcement.batches if now - b.created_at <= self._max_age)
@@ -229,7 +229,7 @@ class Catalogue:
                 break
             del self._offers[peer_id]
         if len(self._offers) > MAX_OFFERING:  # many at once, as looking at all of them takes a moment
-            for peer_id in sorted(self._offers, key=self._gave)[: MAX_OFFERING // 10]:
+            for peer_id in sorted(self._offers, key=lambda name: self._gave(name, now))[: MAX_OFFERING // 10]:
                 del self._offers[peer_id]
 
 

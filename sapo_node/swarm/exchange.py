@@ -143,7 +143,7 @@ class Exchange:
         self._shelf = Shelf(max_age_seconds)
         self._server = FetchServer(self._shelf, self._welcome_now, self._count_served, self._known_as)
         self._catalogue = Catalogue(
-            identity.peer_id, max_age_seconds, self.book.wanted, self._rng, self.book.lot, self._gave
+            identity.peer_id, max_age_seconds, self.book.wanted, self._rng, self.book.lot, self.book.gave
         )
         self._announcing = AnnouncePlan(self._rng)
         self._heard: OrderedDict[bytes, None] = OrderedDict()
@@ -459,9 +459,6 @@ class Exchange:
         self._fetch_now.set()
 
     # Small things
-
-    def _gave(self, peer_id: str) -> bool:
-        return self.book.gave(peer_id, time.time())
 
     def _known_as(self, peer_id: str) -> str:
         return self.book.known_as(peer_id, time.time())

@@ -116,10 +116,7 @@ def weigh(rows: Sequence[Row], settings: TrainingSection, fixed_length: int) -> 
     counts = {origin: float(len({row.group_id for row in stream})) for origin, stream in streams.items()}
     if settings.external_balance == "sources":
         counts["external"] *= _balance(streams["external"], settings.loss_mean)
-    shares = stream_shares(
-        counts,
-        {"local": settings.local_weight, "external": settings.external_weight},
-    )
+    shares = stream_shares(counts, {"local": settings.local_weight, "external": settings.external_weight})
     for origin, stream in streams.items():
         scales = token_scales(
             [row.weight for row in stream], [len(row.tokens) for row in stream], settings.loss_mean, fixed_length

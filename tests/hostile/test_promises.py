@@ -154,7 +154,7 @@ def test_a_publisher_that_gives_now_and_then_and_is_silent_else_is_not_reliable(
 
 def test_silent_strangers_are_asked_after_those_that_were_not_asked_yet() -> None:
     """Hope: a few identities, silent again and again, take the strangers' slots from honest newcomers."""
-    made = Catalogue("me", 300.0, lambda *_: True, random.Random(0), gave=lambda _: False)
+    made = Catalogue("me", 300.0, lambda *_: True, random.Random(0), gave=lambda *_: False)
     now = time.time()
     for n in range(12):
         made.add(f"evil{n}", bytes(32), announcement(large(n), large(n + 100)), "hint", now)
@@ -222,7 +222,9 @@ def test_peers_that_give_slowly_leave_the_others_most_slots() -> None:
 
 def test_a_thousand_announcing_keys_push_no_reliable_peer_out() -> None:
     """Hope: a full catalogue forgets the longest unheard, so 2048 fresh keys leave a node nothing to fetch."""
-    made = Catalogue("me", 300.0, lambda *_: True, random.Random(0), gave=lambda peer_id: peer_id.startswith("honest"))
+    made = Catalogue(
+        "me", 300.0, lambda *_: True, random.Random(0), gave=lambda peer_id, _: peer_id.startswith("honest")
+    )
     now = time.time()
     for n in range(50):
         made.add(f"honest{n}", bytes(32), announcement(large(n)), "dht", now)

@@ -14,8 +14,9 @@ import base58
 import msgspec
 
 from hostile_bench.work_kinds import texts_digest
-from sapo_node.rollouts.pool import coordinates, unpack_completions
+from sapo_node.rollouts.pool import coordinates
 from sapo_node.rollouts.schema import TaskRef
+from sapo_node.rollouts.stored import unpack_completions
 from sapo_node.swarm import protocol
 from sapo_node.tasks.base import TaskRefused, TaskSpec
 from sapo_node.tasks.scoring import ScorerPool

@@ -76,9 +76,12 @@ TWICE = {"max_external_uses": 2}
 BALANCED = {"external_balance": "sources"}
 LIKELY = {"external_weighting": "likelihood"}
 
-WIDE_KL = (mix(4, 12, **DROP, **REFILL, **COVERAGE, **KL), TWICE)
-WIDE_KL_LIKELY = (mix(4, 12, **DROP, **REFILL, **COVERAGE, **KL, **LIKELY), TWICE)
-WIDE_KL_BALANCED = (mix(4, 12, **DROP, **REFILL, **COVERAGE, **KL, **BALANCED), TWICE)
+
+def wide(**more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The settings of `wide`, for `training` and `rollouts`, and what else an arm sets."""
+    return mix(4, 12, **DROP, **REFILL, **COVERAGE, **more), TWICE
+
+
 HONEST = 6  # nodes beside two poisoners, and by themselves to compare with
 
 
@@ -113,11 +116,11 @@ ARMS = {
         Arm("yield", mix(4, 4), tasks=YIELD),
         # Others' groups cost no sampling, so a batch may hold all that the swarm has of them.
         Arm("4/12", mix(4, 12)),
-        Arm("wide", mix(4, 12, **DROP, **REFILL, **COVERAGE), TWICE),
-        Arm("wide, sequence mean", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES), TWICE),
-        Arm("wide, kl", *WIDE_KL),
-        Arm("wide, kl, balanced", *WIDE_KL_BALANCED),
-        Arm("wide, sequence mean, kl", mix(4, 12, **DROP, **REFILL, **COVERAGE, **SEQUENCES, **KL), TWICE),
+        Arm("wide", *wide()),
+        Arm("wide, sequence mean", *wide(**SEQUENCES)),
+        Arm("wide, kl", *wide(**KL)),
+        Arm("wide, kl, balanced", *wide(**KL, **BALANCED)),
+        Arm("wide, sequence mean, kl", *wide(**SEQUENCES, **KL)),
         # Controls.
         Arm("8/0 resample", mix(8, 0, local_zero_advantage="resample")),
         Arm("8/0 kl", mix(8, 0, **KL)),
@@ -127,9 +130,9 @@ ARMS = {
         Arm("4/4 twice the rounds", mix(4, 4), longer=2),
         # Hostile peers.
         Arm(alone("8/0"), mix(8, 0), nodes=HONEST),
-        *_with_poison("wide, kl", WIDE_KL),
-        *_with_poison("wide, kl, likely", WIDE_KL_LIKELY),
-        *_with_poison("wide, kl, balanced", WIDE_KL_BALANCED),
+        *_with_poison("wide, kl", wide(**KL)),
+        *_with_poison("wide, kl, likely", wide(**KL, **LIKELY)),
+        *_with_poison("wide, kl, balanced", wide(**KL, **BALANCED)),
         # What else the number and the likeness of nodes do.
         Arm("pooled", mix(64, 0), nodes=1),  # one policy takes the groups of all eight
         Arm("8/0 specialised", mix(8, 0), specialised=True),

@@ -28,8 +28,8 @@ from .batches import signed
 Kind = Literal["constant", "style", "long", "negative", "easy"]
 """constant: only questions to which a task's most frequent answer is right, against other answers. style: right answers
 in an odd form that the scorer takes, against wrong ones in the usual form. long: likewise, with as many blanks before
-the answer as can be written at all, so that one more cuts it. negative: one wrong answer among right ones,
-so that most of the gradient pushes away from a text that looks as it should. easy: one task only."""
+the answer as can be written at all, so that one more cuts it. negative: one wrong answer among right ones, so that most
+of the gradient pushes away from a text that looks as it should. easy: one task only."""
 
 LOOKED_AT = 600  # questions a round among which it chooses
 KNOWN = 300  # truths of a task that are counted to find its most frequent one

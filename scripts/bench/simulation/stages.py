@@ -69,16 +69,15 @@ def _confirm(stage: str, arms: Iterable[str], seeds: Iterable[int]) -> Iterable[
 
 
 # Poison: which kind is the strongest, and what helps against it, on tuning seeds.
-HONEST_ALONE = (alone("8/0"), alone("wide, kl"))
-KINDS = (*HONEST_ALONE, *(poisoned("wide, kl", kind) for kind in get_args(Kind)))
+HONEST_ALONE = (alone("8/0"), alone(WINNER))
+KINDS = (*HONEST_ALONE, *(poisoned(WINNER, kind) for kind in get_args(Kind)))
 STRONGEST: Kind = "style"
-DEFENCES = ("wide, kl, balanced", "wide, kl, likely")
-DEFENDED = [arm for rule in DEFENCES for arm in (poisoned(rule, STRONGEST), alone(rule))]
+HELD_BACK = "wide, kl, balanced"
+DEFENDED = [arm for rule in (HELD_BACK, "wide, kl, likely") for arm in (poisoned(rule, STRONGEST), alone(rule))]
 
 # The strongest kind again, on fresh seeds: what the rule that holds it back keeps of what its honest nodes learn alone,
 # and of what each of them learns without any swarm.
-HELD_BACK = DEFENCES[0]
-POISONED = (alone("8/0"), alone(WINNER), alone(HELD_BACK), poisoned(HELD_BACK, STRONGEST))
+POISONED = (*HONEST_ALONE, alone(HELD_BACK), poisoned(HELD_BACK, STRONGEST))
 POISON_SEEDS = range(116, 132)
 
 
@@ -121,14 +120,14 @@ STAGES: dict[str, list[Run]] = {
     "poison_kinds": list(_runs("poison_kinds", KINDS, "base-0", range(3))),
     "poison_rules": list(_runs("poison_rules", DEFENDED, "base-0", range(3))),
     "poison": list(_confirm("poison", POISONED, POISON_SEEDS)),
-    "balanced": list(_runs("balanced", ("wide, kl, balanced",), "base-0", range(5))),
+    "balanced": list(_runs("balanced", (HELD_BACK,), "base-0", range(5))),
     "others": list(_runs("others", OTHERS, "base-0", range(3))),
 }
 COMPARED = {
     "poison_kinds": HONEST_ALONE,
     "poison_rules": HONEST_ALONE,
     "poison": HONEST_ALONE,
-    "balanced": ("4/4", "wide, kl"),
+    "balanced": ("4/4", WINNER),
 }
 """Stages with references of their own."""
 BORROW = dict.fromkeys(("controls", "balanced", "dose", "others"), "rules") | {"poison_rules": "poison_kinds"}
