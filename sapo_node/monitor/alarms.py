@@ -39,7 +39,7 @@ HACK_SECONDS: Final = 1800.0  # after which it is looked at again with others' g
 HACK_WINDOWS: Final = 256  # 40 kB each; of the network of others with most of them the quietest is forgotten first
 HACK_VOICES: Final = 3  # networks of others (`PeerBook.network`) that must show it: fewer are one party too easily
 HACK_VOICE_QUESTIONS: Final = 6  # distinct ones on which each of them must: all together HACK_QUESTIONS
-HACK_ALARMS: Final = 64  # about groups of others that last at a time; the oldest ends for a new one
+HACK_ALARMS: Final = 64  # about groups of others that last at a time; one network's oldest ends for one more
 SHOWN: Final = 40  # characters of an answer that are shown
 
 # Collapse.
@@ -103,6 +103,7 @@ class _Suspect(Struct, frozen=True):
 class _Hacked(Struct, frozen=True):
     suspect: _Suspect
     since: float
+    network: str = ""  # whose groups the alarm is about; empty where several showed it
 
 
 class Sender(NamedTuple):
@@ -176,7 +177,9 @@ class RewardHack:
             if found and found.digest == said.digest and found.questions >= HACK_VOICE_QUESTIONS:
                 voices.append(found)
                 networks.add(window.network)
+        network = sender.network
         if len(networks) >= HACK_VOICES:
+            network = ""
             mean, questions = fmean(voice.share for voice in voices), sum(voice.questions for voice in voices)
             about, said = _About(task, settings), _Suspect(said.digest, said.shown, mean, questions)
             self._forget(about)
@@ -184,14 +187,22 @@ class RewardHack:
             about = _About(task, share=share)
         else:
             return []
-        theirs = [one for one in self._hacked if one.settings or one.share]
-        ended = [self._end(theirs[0], "there are newer ones")] if len(theirs) >= HACK_ALARMS else []
-        return [*ended, self._begin(about, said, now)]
+        ended = self._make_room()
+        return [*ended, self._begin(about, said, now, network)]
 
     def look_again(self, now: float) -> list[Alarm]:
         """End alarms that have lasted for HACK_SECONDS: with others' groups a hack that goes on is seen again."""
         old = [about for about, hacked in self._hacked.items() if now - hacked.since >= HACK_SECONDS]
         return [self._end(about, "others' groups are looked at again") for about in old]
+
+    def _make_room(self) -> list[Alarm]:
+        """For one more alarm about others, end one of the network with most: keys are free, networks less so."""
+        theirs = [(about, hacked.network) for about, hacked in self._hacked.items() if about.settings or about.share]
+        if len(theirs) < HACK_ALARMS:
+            return []
+        most, _ = Counter(network for _, network in theirs).most_common(1)[0]
+        oldest = next(about for about, network in theirs if network == most)
+        return [self._end(oldest, "there are newer ones")]
 
     def _heard(self, about: _About, group: Earned, sender: Sender) -> _Window:
         """The window of these with one more group in it."""
@@ -223,8 +234,8 @@ class RewardHack:
             if one.task == about.task and same_settings and about.share in ("", one.share):
                 del self._windows[one]
 
-    def _begin(self, about: _About, suspect: _Suspect, now: float) -> Alarm:
-        self._hacked[about] = _Hacked(suspect, now)
+    def _begin(self, about: _About, suspect: _Suspect, now: float, network: str = "") -> Alarm:
+        self._hacked[about] = _Hacked(suspect, now, network)
         text = (
             f"reward hack in {_subject(about)}: {suspect.share:.0%} of rewards, over {suspect.questions} questions, "
             f'went to the one answer "{suspect.shown}", which is not theirs. Others\' groups like these are left aside '

@@ -178,6 +178,17 @@ def test_alarms_about_others_are_bounded(shares: int) -> None:
     assert len(lasting) == len(hack._hacked) == alarms.HACK_ALARMS
 
 
+def test_alarms_about_many_keys_behind_one_relay_end_nobody_elses() -> None:
+    """Hope: I show hacks under free keys until the alarm about my friend, whose hack it is, ends for one more."""
+    hack = RewardHack()
+    send(hack, "friend", alarms.HACK_QUESTIONS)
+    assert hack.lasts(TASK, b"usual", "friend")
+    for n in range(2 * alarms.HACK_ALARMS):
+        send(hack, Sender(f"key {n}", f"key {n}", "relay"), alarms.HACK_QUESTIONS, start=20 * n)
+    assert len(hack._hacked) == alarms.HACK_ALARMS
+    assert hack.lasts(TASK, b"usual", "friend")
+
+
 def test_what_own_groups_show_is_about_all_settings() -> None:
     hack = RewardHack()
     feed(hack, hacked(), alarms.HACK_QUESTIONS)
