@@ -1,7 +1,7 @@
 """Results of benches as small CSV files, which grow run by run."""
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -47,6 +47,18 @@ def read(file: Path) -> list[dict[str, str]]:
         return []
     with file.open(newline="") as handle:
         return list(csv.DictReader(handle))
+
+
+def drop(file: Path, unwanted: Callable[[Mapping[str, str]], bool]) -> int:
+    """Take lines out of a file; returns how many."""
+    lines = read(file)
+    kept = [line for line in lines if not unwanted(line)]
+    if len(kept) < len(lines):
+        new = file.with_suffix(".new")
+        new.touch()
+        append(new, kept)
+        new.replace(file)
+    return len(lines) - len(kept)
 
 
 def _text(value: object) -> str:

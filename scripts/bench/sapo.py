@@ -5,9 +5,10 @@
     python scripts/bench/sapo.py run lr --workers 2   # take what is missing of a stage
     python scripts/bench/sapo.py report               # tables and plots from the results
 
-A run that was interrupted is taken again from its start; finished ones stay. Results are docs/benchmarks/sapo/*.csv,
-one line an evaluation. What is compared, on which seeds, and how it is judged is in `simulation/stages.py`, and was
-committed before the seeds of the confirmation were run.
+A run that was interrupted is taken again from its start; finished ones stay. Machines of another kind make other
+weights of a base, and arms are compared on the same ones: a seed that was begun on others and not ended is taken again
+whole. Results are docs/benchmarks/sapo/*.csv, one line an evaluation. What is compared, on which seeds, and how it is
+judged is in `simulation/stages.py`, and was committed before the seeds of the confirmation were run.
 """
 
 import os
@@ -21,7 +22,7 @@ import sys
 from pathlib import Path
 
 import click
-from csv_files import append, row
+from csv_files import append, drop, row, typed
 from jobs import in_processes
 from simulation import processes
 from simulation import propagation as spread
@@ -41,7 +42,7 @@ from simulation.stages import (
     TEACHERS,
     TRIALS,
 )
-from simulation.swarm import Point, Run, execute
+from simulation.swarm import Point, Run, Weights, execute
 
 RESULTS = REPOSITORY / "docs" / "benchmarks" / "sapo"
 
@@ -89,13 +90,16 @@ def make_bases(bases: Path) -> None:
 @click.pass_obj
 def run(results: Path, stage: str, workers: int, bases: Path) -> None:
     """Take the runs of STAGE that are missing."""
-    file = results / f"{stage}.csv"
+    file, runs = results / f"{stage}.csv", STAGES[stage]
+    here = {name: Weights.of(base_of(bases, name)) for name in {one.base for one in runs}}
+    elsewhere = {(one.run, Weights(one.weights)) for one in tables.begun_elsewhere(tables.read(file), runs, here)}
+    if drop(file, lambda line: (typed(line, Run), typed(line, Weights)) in elsewhere):
+        click.echo(f"{len(elsewhere)} runs are taken again: their seeds were begun on other weights of their bases")
     done = finished(file)
-    todo = [one for one in STAGES[stage] if one not in done]
-    jobs = {one: (take, one, base_of(bases, one.base)) for one in todo}
+    jobs = {one: (take, one, base_of(bases, one.base)) for one in runs if one not in done}
 
     def ended(one: Run, points: list[Point]) -> str:
-        append(file, [row(one, point) for point in points])
+        append(file, [row(one, point, here[one.base]) for point in points])
         return (
             f"{one.arm}, {one.base}, seed {one.seed}, lr {one.lr:g}: held-out {points[0].held_out:.3f} -> "
             f"{points[-1].last:.3f}"
@@ -111,20 +115,20 @@ def run(results: Path, stage: str, workers: int, bases: Path) -> None:
 def run_propagation(results: Path, workers: int, bases: Path) -> None:
     """Take the missing trials of how a skill spreads."""
     file = results / "propagation.csv"
+    base = base_of(bases, "base-0")
+    teachers = {share: base_of(bases, name) for share, name in TEACHERS.items()}
+    here = Weights.of(base)
+    if set(TRIALS) - spread.read(file).keys() and drop(file, lambda line: typed(line, Weights) != here):
+        click.echo("all trials are taken again: they were begun on other weights of their base")
     done = spread.read(file)
-    todo = [one for one in TRIALS if one not in done]
     jobs = {
-        one: (
-            spread_of,
-            one,
-            base_of(bases, "base-0"),
-            None if one.share is None else base_of(bases, TEACHERS[one.share]),
-        )
-        for one in todo
+        one: (spread_of, one, base, None if one.share is None else teachers[one.share])
+        for one in TRIALS
+        if one not in done
     }
 
     def ended(one: spread.Trial, levels: list[spread.Level]) -> str:
-        append(file, [row(one, level) for level in levels])
+        append(file, [row(one, level, here) for level in levels])
         return f"{one.variant}, seed {one.seed}: others {levels[0].others:.3f} -> {levels[-1].others:.3f}"
 
     in_processes(jobs, workers, ended)
@@ -179,7 +183,7 @@ def report(results: Path) -> None:
         if stage in DRAWN:
             draw(found, results / stage)
     if real := processes.read(results / "processes.csv"):
-        click.echo(f"\n## real processes\n\n{processes.table(real, tables.read(results / 'rules.csv'))}")
+        click.echo(f"\n## real processes\n\n{processes.table(real, tables.read(results / 'others.csv'))}")
     if trials := spread.read(results / "propagation.csv"):
         click.echo(f"\n## propagation of {TASK}\n\n{spread.table(trials)}")
 

@@ -12,15 +12,15 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts" / "bench"))
 
-from csv_files import append, row
+from csv_files import append, drop, row, typed
 from jobs import in_processes
 from sapo import finished
 from simulation import processes, propagation
 from simulation.arms import ARMS, REPOSITORY, SECOND_BASE, Arm, mix
 from simulation.poison import Kind
-from simulation.report import by_arm, claims, comparison, costs, ratio, read
+from simulation.report import begun_elsewhere, by_arm, claims, comparison, costs, ratio, read
 from simulation.stages import BASES, STAGES, TASK, TEACHERS, Claim
-from simulation.swarm import Point, Run, execute, swarm
+from simulation.swarm import Point, Run, Weights, execute, swarm
 
 from sapo_node.training.base import TrainCompletion, TrainGroup
 from sapo_node.training.sapo import informative
@@ -89,27 +89,28 @@ def test_own_past_groups_come_back_and_no_others() -> None:
     assert asyncio.run(producers()) == {"own past"}
 
 
-def write(file: Path, run: Run, points: list[Point]) -> None:
-    append(file, [row(run, point) for point in points])
+def write(file: Path, run: Run, points: list[Point], weights: str = "aaaa1111") -> None:
+    append(file, [row(run, point, Weights(weights)) for point in points])
+
+
+def points(scale: float, last: bool = True) -> list[Point]:
+    rest = {"held_out_any": 0.0, "lowest": 0.0, "highest": 0.0, "reward_first": 0.0, "reward_after": 0.0}
+    more = rest | {"informative": 0.0, "external": 0.0, "tokens": 0}
+    return [
+        Point(
+            round=at,
+            held_out=scale * at,
+            completions=at,
+            seconds=at,
+            last=scale * at if last and at else None,
+            last_any=0.5 if last and at else None,
+            **more,  # type: ignore[arg-type]
+        )
+        for at in (0, 20)
+    ]
 
 
 def test_results_come_back_from_their_file_and_unfinished_runs_do_not(tmp_path: Path) -> None:
-    def points(scale: float, last: bool = True) -> list[Point]:
-        rest = {"held_out_any": 0.0, "lowest": 0.0, "highest": 0.0, "reward_first": 0.0, "reward_after": 0.0}
-        more = rest | {"informative": 0.0, "external": 0.0, "tokens": 0}
-        return [
-            Point(
-                round=at,
-                held_out=scale * at,
-                completions=at,
-                seconds=at,
-                last=scale * at if last and at else None,
-                last_any=0.5 if last and at else None,
-                **more,  # type: ignore[arg-type]
-            )
-            for at in (0, 20)
-        ]
-
     file = tmp_path / "test.csv"
     for seed in (0, 1):
         write(file, Run("test", "a", "base", seed, 1e-4, 20), points(0.02))
@@ -131,6 +132,34 @@ def test_results_come_back_from_their_file_and_unfinished_runs_do_not(tmp_path: 
         "**not reached** |",
         "not run yet |",
     ]
+
+
+def test_arms_are_compared_on_the_same_weights_only(tmp_path: Path) -> None:
+    """Machines of another kind make another base from the same seed: a better one would pass for a better arm."""
+    file = tmp_path / "test.csv"
+    runs = [Run("test", arm, "base", seed, 1e-4, 20) for seed in range(2) for arm in "ab"]
+    for run in runs[:3]:  # seed 0 whole, seed 1 begun
+        write(file, run, points(0.01), "11110000")
+    here = {"base": Weights("22220000")}
+    assert [one.run for one in begun_elsewhere(read(file), runs, here)] == [runs[2]]
+    assert begun_elsewhere(read(file), runs, {"base": Weights("11110000")}) == []
+    write(file, runs[3], points(0.02), here["base"].weights)
+    assert [one.run for one in begun_elsewhere(read(file), runs, here)] == [runs[2]], "it has no pair"
+    arms = by_arm(read(file))
+    assert ratio(arms["b"], arms["a"]) is None, "nor is there a second pair for an interval"
+    assert drop(file, lambda line: typed(line, Run) == runs[2]) == 2
+    write(file, runs[2], points(0.01), here["base"].weights)
+    arms = by_arm(read(file))
+    found = ratio(arms["b"], arms["a"])
+    assert found is not None
+    assert found.pairs == 2
+    assert begun_elsewhere(read(file), runs, here) == [], "seed 0 is whole"
+    assert set(finished(file)) == set(runs)
+
+
+def test_a_base_is_known_by_its_weights(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    assert Weights.of(tmp_path) == Weights("9a129038")
 
 
 def test_every_arm_has_settings_that_a_node_takes() -> None:

@@ -10,7 +10,7 @@ import csv_files
 
 from .stages import Claim
 from .stats import Curve, Key, Ratio, area, paired_ratio, reached
-from .swarm import Run
+from .swarm import Run, Weights
 
 LEVELS = (0.1, 0.2, 0.3)
 
@@ -20,6 +20,7 @@ class Result:
     """One finished run: its evaluations as the CSV has them, as numbers."""
 
     run: Run
+    weights: str  # `Weights`
     points: list[dict[str, float]]
 
     def curve(self, x: str = "round", y: str = "held_out") -> Curve:
@@ -44,17 +45,33 @@ class Result:
     @property
     def key(self) -> Key:
         """What a pair has in common."""
-        return self.run.base, self.run.seed
+        return f"{self.run.base} {self.weights}", self.run.seed
 
 
 def read(file: Path) -> list[Result]:
     """The finished runs of a results file, in its order; none where there is none."""
-    points: dict[Run, list[dict[str, float]]] = defaultdict(list)
-    names = [one.name for one in fields(Run)]
+    points: dict[tuple[Run, Weights], list[dict[str, float]]] = defaultdict(list)
+    names = [one.name for kind in (Run, Weights) for one in fields(kind)]
     for line in csv_files.read(file):
         numbers = {key: float(value) for key, value in line.items() if key not in names and value}
-        points[csv_files.typed(line, Run)].append(numbers)
-    return [Result(run, found) for run, found in points.items() if "last" in found[-1]]
+        points[csv_files.typed(line, Run), csv_files.typed(line, Weights)].append(numbers)
+    return [Result(run, base.weights, found) for (run, base), found in points.items() if "last" in found[-1]]
+
+
+def begun_elsewhere(results: Sequence[Result], runs: Sequence[Run], here: Mapping[str, Weights]) -> list[Result]:
+    """Finished runs on other weights than `here` (by base), of seeds that lack a run on theirs: they pair with nothing
+    that is still to come."""
+    done: dict[Key, set[Run]] = defaultdict(set)
+    for one in results:
+        done[one.key].add(one.run)
+    wanted: dict[tuple[str, int], set[Run]] = defaultdict(set)
+    for run in runs:
+        wanted[run.base, run.seed].add(run)
+    return [
+        one
+        for one in results
+        if one.weights != here[one.run.base].weights and done[one.key] < wanted[one.run.base, one.run.seed]
+    ]
 
 
 def by_arm(results: Sequence[Result]) -> dict[str, list[Result]]:

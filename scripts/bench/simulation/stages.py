@@ -121,7 +121,7 @@ STAGES: dict[str, list[Run]] = {
     "poison_rules": list(_runs("poison_rules", DEFENDED, "base-0", range(3))),
     "poison": list(_confirm("poison", POISONED, POISON_SEEDS)),
     "balanced": list(_runs("balanced", (HELD_BACK,), "base-0", range(5))),
-    "others": list(_runs("others", OTHERS, "base-0", range(3))),
+    "others": list(_runs("others", (*REFERENCES, *OTHERS), "base-0", range(3))),
 }
 COMPARED = {
     "poison_kinds": HONEST_ALONE,
@@ -130,7 +130,7 @@ COMPARED = {
     "balanced": ("4/4", WINNER),
 }
 """Stages with references of their own."""
-BORROW = dict.fromkeys(("controls", "balanced", "dose", "others"), "rules") | {"poison_rules": "poison_kinds"}
+BORROW = {"controls": "rules", "balanced": "rules", "poison_rules": "poison_kinds", "dose": "others"}
 """Stages whose runs of the references on base-0 are those of another one."""
 
 DRAWN = ("rules", "confirm")  # stages of which `report` draws the curves

@@ -12,7 +12,7 @@ from statistics import fmean, stdev
 from scipy import stats
 
 Curve = Sequence[tuple[float, float]]  # (x, y), x rising
-Key = tuple[str, int]  # base, seed
+Key = tuple[str, int]  # base with its weights, seed
 
 FLOOR = 0.5 / (56 * 4 * 8)
 """Half of the smallest mean that one evaluation can show (56 questions x 4 samples x 8 nodes): a swarm that never gave

@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -45,6 +46,18 @@ class Run:
     seed: int
     lr: float
     rounds: int  # of the arm's horizon; some arms take a multiple
+
+
+@dataclass(frozen=True)
+class Weights:
+    """What a run began with. Machines of another kind make other weights of a base from the same command and seed."""
+
+    weights: str  # of the sha256 of the base's, eight hexadecimal digits; empty for results from before it was kept
+
+    @classmethod
+    def of(cls, folder: Path) -> "Weights":
+        """Those in a base's folder."""
+        return cls(sha256((folder / "model.safetensors").read_bytes()).hexdigest()[:8])
 
 
 @dataclass(frozen=True)
