@@ -44,6 +44,7 @@ class Origin:
 
 
 DEFAULT = Origin("default", "default")
+RECIPE = Origin("default", "training.recipe: wide")
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,9 @@ class Loaded:
 
     def origin(self, name: str) -> Origin:
         """Origin of one setting, by its dotted name."""
-        return self.origins.get(name, DEFAULT)
+        section, _, setting = name.partition(".")
+        by_recipe = setting in self.config.recipe.get(section, {})
+        return self.origins.get(name, RECIPE if by_recipe else DEFAULT)
 
 
 @dataclass

@@ -1,8 +1,7 @@
 """What the owner should hear about the licence of the model, before its answers travel."""
 
 from sapo_node.config import NodeConfig
-
-EMBEDDED = ("demo", "benchmark")  # models that come with the program; their licence is known
+from sapo_node.model_shape import EMBEDDED
 
 
 def note(config: NodeConfig) -> str | None:

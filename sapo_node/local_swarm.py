@@ -213,13 +213,13 @@ def demo_config_path() -> Path:
 def settings(
     base: NodeConfig, number: int, *, ports: Sequence[int], peer_ids: Sequence[str], rounds: int | None, prefer: bool
 ) -> dict[str, Any]:
-    """Settings of node `number` (from 0), as plain values without what is default.
+    """Settings of node `number` (from 0), as plain values: what is set in `base`, and what is its own.
 
     It joins by the first node and by the two after itself, so that no node is needed by all. With `prefer` every node
     draws other tasks more often. Where there is no more than one core a node, each trainer gets one thread.
     """
     count = len(ports)
-    data = base.model_dump(mode="json", exclude_defaults=True)
+    data = base.model_dump(mode="json", exclude_unset=True)
     node, swarm = data.setdefault("node", {}), data.setdefault("swarm", {})
     node["data_dir"] = f"node-{number + 1}"
     if rounds is not None:
@@ -240,7 +240,7 @@ def settings(
         others = dict.fromkeys([0, (number + 1) % count, (number + 2) % count])
         swarm["initial_peers"] = [f"/ip4/127.0.0.1/tcp/{ports[k]}/p2p/{peer_ids[k]}" for k in others if k != number]
     if prefer:
-        entries = [entry.model_dump(mode="json", exclude_defaults=True) for entry in base.tasks.mixture]
+        entries = [entry.model_dump(mode="json", exclude_unset=True) for entry in base.tasks.mixture]
         shares = min(count, len(entries))
         for index, entry in enumerate(entries):
             factor = PREFERENCE if index % shares == number % shares else 1.0

@@ -410,7 +410,8 @@ def test_show_can_be_read_back(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli.run(["config", "show", "b.yaml"]) == 0
     assert capsys.readouterr().out == plain
     assert re.search(r"^  lr: 1e-09 +# a\.yaml:1$", first, re.MULTILINE)
-    assert re.search(r"^  rule: \"paper\" +# default$", first, re.MULTILINE)
+    assert re.search(r"^  objective: \"grpo\" +# default$", first, re.MULTILINE)
+    assert re.search(r"^  rule: \"capped\" +# training.recipe: wide$", first, re.MULTILINE)
 
 
 def test_show_without_a_file_prints_the_defaults(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """Settings: where they come from, how their errors read, and the files that we ship."""
 # ruff: noqa: E501  (a message is easier to read whole)
 
+import json
 import math
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from sapo_node import config_load, config_yaml
 from sapo_node.config import NodeConfig
 from sapo_node.config_load import Loaded, data_dir_of, load
+from sapo_node.config_training import WIDE
 from sapo_node.errors import ConfigError
 
 ROOT = Path(__file__).parent.parent
@@ -74,6 +76,46 @@ def test_a_mapping_given_to_a_section_is_merged() -> None:
     assert (loaded.config.training.lr, loaded.config.training.local_groups) == (1e-3, 2)
     assert loaded.origin("training.lr").place == "node.yaml:1"
     assert loaded.origin("training.local_groups").place == "--set training"
+
+
+@pytest.mark.parametrize(
+    ("text", "wide"),
+    [
+        ("", True),
+        ("training: {model: benchmark}", True),
+        ("training: {model: ./a-folder}", False),
+        ("training: {model: ./a-folder, recipe: wide}", True),
+        ("training: {recipe: paper}", False),
+        ("swarm: {enabled: false}", False),
+    ],
+)
+def test_the_embedded_models_in_a_swarm_follow_the_rule_that_was_best_for_them(text: str, wide: bool) -> None:
+    loaded = given(text)
+    paper = given("training: {recipe: paper}").config.dump()
+    for section, values in WIDE.items():
+        for name, value in values.items():
+            expected = value if wide else paper[section][name]
+            assert loaded.config.dump()[section][name] == expected != (paper[section][name] if wide else value)
+            assert loaded.origin(f"{section}.{name}").place == ("training.recipe: wide" if wide else "default")
+    assert given(json.dumps(loaded.config.dump())).config == loaded.config, "what is shown can be read back"
+
+
+def test_what_is_given_wins_over_a_recipe() -> None:
+    loaded = given(
+        "training: {recipe: wide, strategy: uniform}",
+        {"SAPO_NODE_ROLLOUTS__MAX_EXTERNAL_USES": "1"},
+        ["training.external_groups=3"],
+    )
+    training = loaded.config.training
+    assert (training.strategy, training.external_groups, training.rule) == ("uniform", 3, "capped")
+    assert loaded.config.rollouts.max_external_uses == 1
+    assert loaded.origin("training.external_groups").place == "--set training.external_groups"
+
+
+def test_a_recipe_asks_for_no_reference_model_that_devices_have_no_place_for() -> None:
+    assert given("training: {devices: 2}").config.training.kl_coef == 0
+    (problem,) = problems("training: {devices: 2, kl_coef: 0.1}")
+    assert "no place for the reference model" in problem
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "---\n", "training:\n  # lr: 3\n", "training:\nnode: ~\n"])
@@ -344,13 +386,14 @@ def test_shipped_configs_are_valid(name: str) -> None:
 
 
 def test_every_commented_setting_of_node_yaml_shows_the_default(tmp_path: Path) -> None:
-    text = (ROOT / "configs" / "node.yaml").read_text()
+    text = (ROOT / "configs" / "node.yaml").read_text().replace("# recipe: auto", "recipe: paper")
     open_text, count = re.subn(r"^(  +)# ([a-z_]+: .*)$", r"\1\2", text, flags=re.MULTILINE)
     assert count > 30
     assert given(open_text).config == given(text).config
     shown = {(path[0], path[1]) for path in config_yaml.parse(open_text).values if len(path) == 2}
-    defaults = NodeConfig().model_copy(update={"node": given("").config.node}).dump()
-    chosen = {("tasks", "mixture"), ("training", "licence"), ("training", "rule")}  # a new user's choices, not defaults
+    defaults = given("training: {recipe: paper}").config.dump()
+    # A new user's choices, not defaults.
+    chosen = {("tasks", "mixture")} | {("training", name) for name in ("licence", "recipe", "rule")}
     for section, name in shown - chosen:
         assert given(open_text).config.dump()[section][name] == defaults[section][name], f"{section}.{name}"
 

@@ -98,6 +98,14 @@ def settings(count: int, number: int, base: NodeConfig | None = None, prefer: bo
     return NodeConfig.model_validate(chosen)
 
 
+def test_a_setting_that_is_given_and_is_the_default_wins_over_the_recipe_in_each_node() -> None:
+    base = NodeConfig.model_validate({"training": {"external_groups": 4}})
+    assert base.training.strategy == "coverage", "the embedded model follows a recipe"
+    for number in range(2):
+        training = settings(2, number, base).training
+        assert (training.external_groups, training.strategy) == (4, "coverage")
+
+
 def test_a_run_ends_by_itself_with_a_verdict(
     stand_in: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

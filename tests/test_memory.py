@@ -73,7 +73,7 @@ def test_ranks_on_a_cpu_share_its_memory() -> None:
 
 
 def test_a_reference_is_a_second_copy_of_the_weights() -> None:
-    assert not size(needs(HALF_BILLION, config(), ALONE), "reference")
+    assert not size(needs(HALF_BILLION, config(training={"recipe": "paper"}), ALONE), "reference")
     needed = needs(HALF_BILLION, config(training={"kl_coef": 0.1}), ALONE)
     assert size(needed, "reference") == size(needed, "weights")
 

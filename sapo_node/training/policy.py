@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging as transformers_logging
 
 import sapo_node
-from sapo_node.model_shape import DamagedModel, adapter_beside, read_json
+from sapo_node.model_shape import EMBEDDED, DamagedModel, adapter_beside, read_json
 from sapo_node.monitor.text import clean
 from sapo_node.training import attention
 from sapo_node.training.encoding import Encoder
@@ -32,7 +32,6 @@ from sapo_node.training.logprobs import log_softmax, token_logprobs
 from sapo_node.training.packing import Piece, pack, pad
 from sapo_node.workers import Refused
 
-EMBEDDED: Final = ("demo", "benchmark")
 TINY_PARAMS: Final = 10_000_000
 TINY_LR: Final = 3e-4
 DEFAULT_LR: Final = 1e-6

@@ -39,6 +39,7 @@ from sapo_node import workers
 from sapo_node.config import InferenceSection, TrainingSection
 from sapo_node.inference.base import Sampled, SampledBatch, SamplingParams
 from sapo_node.inference.sampling import sample
+from sapo_node.model_shape import EMBEDDED
 from sapo_node.training import adapters, rows, state
 from sapo_node.training.base import ModelInfo, Origin, StepResult, TrainGroup
 from sapo_node.training.logprobs import Chosen, token_logprobs
@@ -46,7 +47,6 @@ from sapo_node.training.loss import choose_objective, kl_penalty, likelihood_wei
 from sapo_node.training.optimizers import make_optimizer
 from sapo_node.training.packing import Packed, Piece, micro_batches, pack, pad, split
 from sapo_node.training.policy import (
-    EMBEDDED,
     LARGE_LR,
     LARGE_PARAMS,
     Policy,

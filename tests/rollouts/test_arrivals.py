@@ -25,6 +25,7 @@ from sapo_node.training.base import TrainCompletion
 from tests.aged import work_a_day
 
 NOW = time.time()
+PAPER = {"training": {"recipe": "paper"}}
 CAPPED = {"training": {"rule": "capped", "external_groups": 4}}
 
 
@@ -213,7 +214,7 @@ def test_a_crowd_on_one_network_is_one_source_of_the_stock(make: Any) -> None:
 def test_groups_without_signal_hide_nobody_and_earn_nothing(make: Any) -> None:
     """Hope: the newest 1024 groups are mine and teach nothing, so the sampler sees no others and the node stays hungry;
     what is accepted raises my score."""
-    node = make()
+    node = make(**PAPER)
     node.take(received("honest", groups=5))
     plain = node.verifier.verify
 
@@ -258,7 +259,7 @@ def test_an_aged_peer_that_is_gone_holds_nothing_back(make: Any) -> None:
 
 
 def test_the_papers_rule_fetches_from_everybody_alike(make: Any) -> None:
-    node = make()
+    node = make(**PAPER)
     node.age("old")
     node.stock("new", 20, 0)
     assert node.look() == STOCK_ROUNDS * 4 - 20

@@ -107,7 +107,9 @@ class ToySampling:
 
 async def run_rounds(tmp_path: Path, training: dict[str, Any], rewards: list[float], **more: Any) -> Any:
     """Take three rounds (or `count`); returns (records, toy sampling, toy policy). `prepare` is given the pool."""
-    config = NodeConfig.model_validate({"node": {"max_rounds": more.get("count", 3)}, "training": training})
+    config = NodeConfig.model_validate(
+        {"node": {"max_rounds": more.get("count", 3)}, "training": {"recipe": "paper"} | training}
+    )
     pool = await Pool.open(tmp_path / "pool.sqlite", config.rollouts)
     prepare: Callable[[Pool], Awaitable[object]] | None = more.get("prepare")
     if prepare is not None:

@@ -124,6 +124,7 @@ STAGES: dict[str, list[Run]] = {
     "others": list(_runs("others", (*REFERENCES, *OTHERS), "base-0", range(3))),
 }
 COMPARED = {
+    "confirm": (*REFERENCES, "8/0 resample"),
     "poison_kinds": HONEST_ALONE,
     "poison_rules": HONEST_ALONE,
     "poison": HONEST_ALONE,
