@@ -77,9 +77,9 @@ BALANCED = {"external_balance": "sources"}
 LIKELY = {"external_weighting": "likelihood"}
 
 
-def wide(**more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+def wide(external: int = 12, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of `wide`, for `training` and `rollouts`, and what else an arm sets."""
-    return mix(4, 12, **DROP, **REFILL, **COVERAGE, **more), TWICE
+    return mix(4, external, **DROP, **REFILL, **COVERAGE, **more), TWICE
 
 
 HONEST = 6  # nodes beside two poisoners, and by themselves to compare with
@@ -133,6 +133,9 @@ ARMS = {
         *_with_poison("wide, kl", wide(**KL)),
         *_with_poison("wide, kl, likely", wide(**KL, **LIKELY)),
         *_with_poison("wide, kl, balanced", wide(**KL, **BALANCED)),
+        *_with_poison("wide, kl, balanced, likely", wide(**KL, **BALANCED, **LIKELY)),
+        *_with_poison("wide, kl, balanced, half", wide(**KL, **BALANCED, external_weight=0.5)),
+        *_with_poison("wide, kl, balanced, J 4", wide(4, **KL, **BALANCED)),
         # What else the number and the likeness of nodes do.
         Arm("pooled", mix(64, 0), nodes=1),  # one policy takes the groups of all eight
         Arm("8/0 specialised", mix(8, 0), specialised=True),

@@ -73,6 +73,7 @@ HONEST_ALONE = (alone("8/0"), alone(WINNER))
 KINDS = (*HONEST_ALONE, *(poisoned(WINNER, kind) for kind in get_args(Kind)))
 STRONGEST: Kind = "style"
 HELD_BACK = "wide, kl, balanced"
+AGAIN = [f"{HELD_BACK}, {more}" for more in ("likely", "half", "J 4")]  # after the confirmation had failed
 DEFENDED = [arm for rule in (HELD_BACK, "wide, kl, likely") for arm in (poisoned(rule, STRONGEST), alone(rule))]
 
 # The strongest kind again, on fresh seeds: what the rule that holds it back keeps of what its honest nodes learn alone,
@@ -119,6 +120,14 @@ STAGES: dict[str, list[Run]] = {
     "dose": [run for base in DOSES for run in _runs("dose", REFERENCES, base, range(3))],
     "poison_kinds": list(_runs("poison_kinds", KINDS, "base-0", range(3))),
     "poison_rules": list(_runs("poison_rules", DEFENDED, "base-0", range(3))),
+    "poison_again": list(
+        _runs(
+            "poison_again",
+            [alone("8/0"), *(arm for rule in (HELD_BACK, *AGAIN) for arm in (poisoned(rule, STRONGEST), alone(rule)))],
+            "base-0",
+            range(3),
+        )
+    ),
     "poison": list(_confirm("poison", POISONED, POISON_SEEDS)),
     "balanced": list(_runs("balanced", (HELD_BACK,), "base-0", range(5))),
     "others": list(_runs("others", (*REFERENCES, *OTHERS), "base-0", range(3))),
@@ -128,6 +137,7 @@ COMPARED = {
     "poison_kinds": HONEST_ALONE,
     "poison_rules": HONEST_ALONE,
     "poison": HONEST_ALONE,
+    "poison_again": (alone("8/0"), alone(HELD_BACK)),
     "balanced": ("4/4", WINNER),
 }
 """Stages with references of their own."""
