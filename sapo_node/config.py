@@ -280,7 +280,9 @@ class NodeConfig(Section):
         for section, values in self.recipe.items():
             given: Section = getattr(self, section)
             rest = {name: value for name, value in values.items() if name not in given.model_fields_set}
-            self.__dict__[section] = given.model_copy(update=rest)  # a copy is checked as little as what is in it
+            filled = given.model_copy(update=rest)  # which checks nothing; `WIDE` holds values that are valid
+            filled.model_fields_set.difference_update(rest)  # nobody gave them
+            self.__dict__[section] = filled
         return self
 
     @model_validator(mode="after")

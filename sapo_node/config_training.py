@@ -18,7 +18,7 @@ WIDE: Final[dict[str, dict[str, Any]]] = {
     },
     "rollouts": {"max_external_uses": 2},
 }
-"""The rule that learnt most on models like the embedded ones (docs/benchmarks.md), by section."""
+"""The rule that learnt most a step on models like the embedded ones (docs/benchmarks.md), by section."""
 
 
 class TrainingSection(Section):
@@ -30,7 +30,7 @@ class TrainingSection(Section):
     recipe: Literal["auto", "paper", "wide"] = "auto"
     """What settings begin with that nobody gave. paper: the defaults below. wide: external_groups 12, rule capped,
     strategy coverage, local_zero_advantage refill, external_negative drop, on_shortage fewer, kl_coef 0.02 (but 0 with
-    more than one device) and rollouts.max_external_uses 2; it was found, and confirmed, on the embedded models. auto:
+    more than one device) and rollouts.max_external_uses 2; found and confirmed on models like the embedded ones. auto:
     wide for those in a swarm, else paper."""
 
     local_groups: Annotated[int, Field(ge=0)] = 4

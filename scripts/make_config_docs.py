@@ -8,12 +8,15 @@ import argparse
 import inspect
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pydantic import BaseModel
 
 from sapo_node.config import NodeConfig, TaskEntry
+from sapo_node.config_training import WIDE
 
 TARGET = Path(__file__).parent.parent / "docs" / "configuration.md"
 
@@ -30,7 +33,7 @@ A value is taken from the first of these that has it:
 1. `--set training.lr=3e-4` on the command line (once a setting);
 2. the environment: `SAPO_NODE_TRAINING__LR=3e-4`, two underscores between section and setting;
 3. the file;
-4. the default.
+4. the default: that of `training.recipe`, if it says something of the setting.
 
 Values of `--set` and of the environment are YAML: `--set 'tasks.mixture=[{name: bf}]'`. Relative paths start at the
 folder of the config file. `sapo-node config check FILE` names every mistake with its line; `sapo-node config show FILE
@@ -69,8 +72,8 @@ def kind(schema: dict[str, Any]) -> str:
     return " ".join([name, " and ".join(limits)]) if limits else name
 
 
-def table(model: type[BaseModel]) -> str:
-    """One row a setting."""
+def table(model: type[BaseModel], wide: Mapping[str, Any] = MappingProxyType({})) -> str:
+    """One row a setting; `wide` has what the recipe of that name says of them."""
     rows = ["| setting | value | default | |", "|---|---|---|---|"]
     properties = model.model_json_schema()["properties"]
     for name, info in model.model_fields.items():
@@ -81,6 +84,8 @@ def table(model: type[BaseModel]) -> str:
         else:
             value = info.get_default(call_default_factory=True, validated_data={})
             default = "empty" if value in (None, "") else f"`{json.dumps(value, default=str)}`"
+        if name in wide:
+            default += f"; `{json.dumps(wide[name])}` under `recipe: wide`"
         about = " ".join((info.description or "").split()).replace("|", "\\|")
         rows.append(f"| `{name}` | {kind(properties[name])} | {default} | {about} |")
     return "\n".join(rows)
@@ -93,7 +98,7 @@ def document() -> str:
         model = info.annotation
         assert isinstance(model, type)
         assert issubclass(model, BaseModel)
-        parts.append(f"## {name}\n\n{inspect.getdoc(model)}\n\n{table(model)}\n")
+        parts.append(f"## {name}\n\n{inspect.getdoc(model)}\n\n{table(model, WIDE.get(name, {}))}\n")
         if name == "tasks":
             parts.append(f"### An entry of tasks.mixture\n\n{inspect.getdoc(TaskEntry)}\n\n{table(TaskEntry)}\n")
     return "\n".join(parts)

@@ -104,6 +104,8 @@ def test_a_setting_that_is_given_and_is_the_default_wins_over_the_recipe_in_each
     for number in range(2):
         training = settings(2, number, base).training
         assert (training.external_groups, training.strategy) == (4, "coverage")
+    written = local_swarm.settings(base, 0, ports=[20_000], peer_ids=[peer(0)], rounds=None, prefer=False)
+    assert written["training"] == {"external_groups": 4}, "what only the recipe says is not written down as given"
 
 
 def test_a_run_ends_by_itself_with_a_verdict(

@@ -41,6 +41,7 @@ from simulation.stages import (
     TASK,
     TEACHERS,
     TRIALS,
+    WINNER,
 )
 from simulation.swarm import Point, Run, Weights, execute
 
@@ -179,6 +180,9 @@ def report(results: Path) -> None:
         click.echo(tables.comparison(found, references))
         if stage in CLAIMS:
             click.echo(f"\n{tables.claims(found, CLAIMS[stage])}")
+        if stage == "confirm":  # under poison the CPU seconds hold the poisoners' as well
+            pairs = [(claim.first, claim.second) for claim in CLAIMS[stage]] + [(WINNER, "8/0 resample")]
+            click.echo(f"\n{tables.equal_cost(found, pairs)}")
         click.echo(f"\n{tables.costs(found)}")
         if stage in DRAWN:
             draw(found, results / stage)

@@ -18,7 +18,7 @@ from sapo import finished
 from simulation import processes, propagation
 from simulation.arms import ARMS, REPOSITORY, SECOND_BASE, Arm, mix
 from simulation.poison import Kind
-from simulation.report import begun_elsewhere, by_arm, claims, comparison, costs, ratio, read
+from simulation.report import begun_elsewhere, by_arm, claims, comparison, costs, equal_cost, ratio, read
 from simulation.stages import BASES, STAGES, TASK, TEACHERS, Claim
 from simulation.swarm import Point, Run, Weights, execute, swarm
 
@@ -127,11 +127,9 @@ def test_results_come_back_from_their_file_and_unfinished_runs_do_not(tmp_path: 
     assert "| a | 2 of 2, 5, 5, 5 | 2 of 2, 10, 10, 10 | 2 of 2, 15, 15, 15 |" in costs(results)
     assert "| b | 2 of 2, 10, 10, 10 | 2 of 2, 20, 20, 20 | 0 of 2 |" in costs(results)
     told = claims(results, [Claim("a", "b", "more", 1.1), Claim("b", "a", "less", 1.0), Claim("c", "a", "new", 1.0)])
-    assert [line.rpartition(" | ")[2] for line in told.splitlines()[2:]] == [
-        "reached |",
-        "**not reached** |",
-        "not run yet |",
-    ]
+    assert [line.split(" | ")[3] for line in told.splitlines()[2:]] == ["reached", "**not reached**", "not run yet"]
+    assert told.splitlines()[2].endswith("| 2.00 | 2.00 |")
+    assert "| a over b | 2.00 (2.00 to 2.00; 2 of 2 ahead) |" in equal_cost(results, [("a", "b")])
 
 
 def test_arms_are_compared_on_the_same_weights_only(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent.parent / "scripts" / "bench"))
 
 from selection import simulate
-from simulation.stats import FLOOR, area, paired_ratio, reached
+from simulation.stats import FLOOR, area, cut, paired_ratio, reached
 
 
 def test_the_area_is_the_mean_height_whatever_the_spacing() -> None:
@@ -24,6 +24,13 @@ def test_a_level_is_reached_between_two_points_or_not_at_all() -> None:
     assert reached(curve, 0.2) == pytest.approx(30)
     assert reached(curve, 0.0) == 0
     assert reached(curve, 0.31) is None
+
+
+def test_a_curve_is_cut_between_two_points() -> None:
+    curve = [(0, 0.0), (10, 0.1), (30, 0.3)]
+    assert cut(curve, 20) == [(0, 0.0), (10, 0.1), (20, pytest.approx(0.2))]
+    assert cut(curve, 10) == curve[:2]
+    assert cut(curve, 40) == curve
 
 
 def test_pairs_are_matched_by_base_and_seed_and_others_left_out() -> None:

@@ -1,7 +1,7 @@
 """From results to tables and pictures."""
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import fmean
@@ -9,7 +9,7 @@ from statistics import fmean
 import csv_files
 
 from .stages import Claim
-from .stats import Curve, Key, Ratio, area, paired_ratio, reached
+from .stats import Curve, Key, Ratio, area, cut, paired_ratio, reached
 from .swarm import Run, Weights
 
 LEVELS = (0.1, 0.2, 0.3)
@@ -82,11 +82,13 @@ def by_arm(results: Sequence[Result]) -> dict[str, list[Result]]:
     return dict(found)
 
 
-def ratio(first: Sequence[Result], second: Sequence[Result], measure: str = "area") -> Ratio | None:
+def ratio(
+    first: Sequence[Result], second: Sequence[Result], measure: str = "area", confidence: float = 0.9
+) -> Ratio | None:
     """How many times the one arm's measure is the other's; None where fewer than two pairs are there."""
     values: list[Mapping[Key, float]] = [{one.key: getattr(one, measure) for one in arm} for arm in (first, second)]
     try:
-        return paired_ratio(*values)
+        return paired_ratio(*values, confidence=confidence)
     except ValueError:
         return None
 
@@ -127,6 +129,24 @@ def comparison(results: Sequence[Result], references: Sequence[str]) -> str:
             *("" if arm == one else str(ratio(found, arms.get(one, [])) or "") for one in references),
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def equal_cost(results: Sequence[Result], pairs: Iterable[tuple[str, str]]) -> str:
+    """Markdown: ratios of arms in which the curves of a pair end where the cheaper run has spent all of its CPU
+    seconds: what each had learnt for the same computing."""
+    arms = by_arm(results)
+    lines = ["| at equal CPU seconds | ratio of areas |", "|---|---|"]
+    for names in pairs:
+        first, second = ({one.key: one for one in arms.get(name, [])} for name in names)
+        areas: tuple[dict[Key, float], dict[Key, float]] = ({}, {})
+        for key in first.keys() & second.keys():
+            both = first[key], second[key]
+            spent = min(one.last["seconds"] for one in both)
+            for one, found in zip(both, areas, strict=True):
+                found[key] = area(cut(one.curve("seconds"), spent))
+        if len(areas[0]) > 1:
+            lines.append(f"| {names[0]} over {names[1]} | {paired_ratio(*areas)} |")
     return "\n".join(lines)
 
 
@@ -180,15 +200,27 @@ def _cost(results: Sequence[Result], level: float) -> str:
 
 
 def claims(results: Sequence[Result], claimed: Sequence[Claim]) -> str:
-    """Markdown: each claim with the ratio found, and whether its goal is reached."""
+    """Markdown: each claim with the ratio found, and whether its goal is reached; beside it the lower bound of an
+    interval that is wide enough for all claims together (Bonferroni), and the ratio on each base."""
     arms = by_arm(results)
-    lines = ["| | ratio of areas | goal | |", "|---|---|---|---|"]
+    lines = ["| | ratio of areas | goal | | lower bound, all together | by base |", "|---|---|---|---|---|---|"]
     for one in claimed:
-        found = ratio(arms.get(one.first, []), arms.get(one.second, []))
+        first, second = arms.get(one.first, []), arms.get(one.second, [])
+        found, together = ratio(first, second), ratio(first, second, confidence=1 - 0.1 / len(claimed))
         goal = (f"estimate at least {one.estimate:g}, " if one.estimate else "") + f"lower bound above {one.low:g}"
         held = found is not None and found.low > one.low and found.estimate >= one.estimate
         told = "not run yet" if found is None else "reached" if held else "**not reached**"
-        lines.append(f"| {one.text}: {one.first} over {one.second} | {found or ''} | {goal} | {told} |")
+        bases = sorted({result.run.base for result in first})
+        by_base = [ratio([one for one in first if one.run.base == base], second) for base in bases]
+        cells = [
+            f"{one.text}: {one.first} over {one.second}",
+            str(found or ""),
+            goal,
+            told,
+            f"{together.low:.2f}" if together else "",
+            ", ".join(f"{part.estimate:.2f}" for part in by_base if part),
+        ]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

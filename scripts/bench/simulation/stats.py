@@ -37,6 +37,15 @@ def reached(curve: Curve, level: float) -> float | None:
     return None
 
 
+def cut(curve: Curve, end: float) -> Curve:
+    """A curve up to `end`, its last point there by a straight line; the whole one where it ends before."""
+    kept = [(x, y) for x, y in curve if x <= end]
+    if len(kept) < len(curve) and kept and kept[-1][0] < end:
+        (x0, y0), (x1, y1) = curve[len(kept) - 1], curve[len(kept)]
+        kept.append((end, y0 + (y1 - y0) * (end - x0) / (x1 - x0)))
+    return kept
+
+
 @dataclass(frozen=True)
 class Ratio:
     """How many times the one arm's figure is the other's: a geometric mean over pairs, with its interval."""
