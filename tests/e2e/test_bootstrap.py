@@ -58,6 +58,12 @@ def found(node: Node) -> dict[str, int]:
     return node.status.found if node.status else {}
 
 
+def remembered(node: Node) -> int:
+    """Peers that it wrote down with an address; who dialled it is known by name alone at first."""
+    file = node.data / "peers.json"
+    return sum(bool(record.addresses) for record in load_peers(file)[0]) if file.exists() else 0
+
+
 def wait_for_the_other(node: Node) -> None:
     node.wait(lambda: bool(node.rounds) and node.rounds[-1].peers == 1, "the other trainer", 90)
     node.wait(lambda: found(node).get("peers file") == 1, "to write down how it joined", 10)
@@ -77,6 +83,7 @@ def test_nodes_meet_by_a_bootstrap_peer_outlive_it_and_find_it_again(nodes: Swar
         wait_for_the_other(node)
     served.wait(lambda: found(served) == {"it dialled us": 2}, "two nodes that joined by it", 10)
     assert (served.status and served.status.role) == "bootstrap"
+    served.wait(lambda: remembered(served) == 2, "to know where those two can be dialled", 30)
 
     assert served.stop(10) == 0
     assert (served.status and served.status.state) == "stopped"

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 def test_two_nodes_take_their_rounds_and_lr_0_is_told_not_to_have_learnt(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    arguments = ["--demo", "--nodes", "2", "--rounds", "12", "--set", "training.lr=0", "--dir", str(run)]
+    arguments = ["--demo", "--nodes", "2", "--rounds", "60", "--set", "training.lr=0", "--dir", str(run)]
     done = sapo_node("swarm", *arguments, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "did not learn" in done.stdout
@@ -27,7 +27,7 @@ def test_two_nodes_take_their_rounds_and_lr_0_is_told_not_to_have_learnt(tmp_pat
     assert (run / "swarm.png").read_bytes().startswith(b"\x89PNG")
     for name in ("node-1", "node-2"):
         records = history.read(run / name / "history.jsonl")
-        assert [record.round for record in history.rounds(records)] == list(range(1, 13))
+        assert [record.round for record in history.rounds(records)] == list(range(1, 61))
         start, *_, end = history.evals(records)
         assert start.per_question == end.per_question  # the same weights, questions and sampling noise
 

@@ -82,7 +82,8 @@ def test_three_nodes_train_on_each_other_and_outlive_their_bootstrap(nodes: Swar
 
 def test_a_killed_node_resumes_as_the_same_peer_and_counts_no_use_twice(nodes: Swarm) -> None:
     stays = nodes.node("stays").start()
-    dies = nodes.node("dies", swarm={"initial_peers": [stays.address()]}).start()
+    once = {"max_external_uses": 1}
+    dies = nodes.node("dies", swarm={"initial_peers": [stays.address()]}, rollouts=once).start()
     dies.address()
     wait_trained_on(dies, {peer_id(stays)}, 120)
     dies.wait(lambda: any(event.event == "checkpoint" for event in dies.events), "a checkpoint", 60)

@@ -127,7 +127,10 @@ ARMS = {
         Arm("4/4 kl", mix(4, 4, **KL)),
         Arm("4/4 unfiltered", mix(4, 4, external_zero_advantage="keep")),
         Arm("4/4 own past", mix(4, 4), own_past=True),
+        Arm("4/4 own past, again", mix(4, 4), {"max_external_uses": 10}, own_past=True),  # in each of ten rounds
         Arm("4/4 twice the rounds", mix(4, 4), longer=2),
+        Arm("4/0 twice the rounds", mix(4, 0), longer=2),
+        Arm("8/0 resample kl", mix(8, 0, local_zero_advantage="resample", **KL)),
         # Hostile peers.
         Arm(alone("8/0"), mix(8, 0), nodes=HONEST),
         *_with_poison("wide, kl", wide(**KL)),

@@ -62,6 +62,13 @@ CONFIRMED = ("8/0", WINNERS_LOSS, "8/0 resample", "4/4", WINNER, "4/4 twice the 
 FRESH_BASES, FRESH_SEEDS = ("base-11", "base-12", "base-13"), range(100, 116)
 
 
+# After the confirmation: arms that it lacked, on those of its seeds whose bases are still at hand. They tell its parts
+# apart and prove nothing by themselves.
+LACKED = ("4/0 twice the rounds", "4/4 kl", "8/0 resample kl")
+LACKED_SEEDS = range(103, 116)
+REPLAY = (*REFERENCES, "4/0", "4/4 own past, again")
+
+
 def _confirm(stage: str, arms: Iterable[str], seeds: Iterable[int]) -> Iterable[Run]:
     """Seed by seed, so that whatever is finished compares all arms; the bases take turns."""
     for seed in seeds:
@@ -117,6 +124,8 @@ STAGES: dict[str, list[Run]] = {
     "rules": list(_runs("rules", (*REFERENCES, *RULES), "base-0", range(5))),
     "controls": list(_runs("controls", CONTROLS, "base-0", range(5))),
     "confirm": list(_confirm("confirm", CONFIRMED, FRESH_SEEDS)),
+    "replay": list(_runs("replay", REPLAY, "base-0", range(5))),
+    "confirm_more": list(_confirm("confirm_more", LACKED, LACKED_SEEDS)),
     "dose": [run for base in DOSES for run in _runs("dose", REFERENCES, base, range(3))],
     "poison_kinds": list(_runs("poison_kinds", KINDS, "base-0", range(3))),
     "poison_rules": list(_runs("poison_rules", DEFENDED, "base-0", range(3))),
@@ -137,11 +146,18 @@ COMPARED = {
     "poison_kinds": HONEST_ALONE,
     "poison_rules": HONEST_ALONE,
     "poison": HONEST_ALONE,
+    "confirm_more": (*REFERENCES, "8/0 resample", WINNER),
     "poison_again": (alone("8/0"), alone(HELD_BACK)),
     "balanced": ("4/4", WINNER),
 }
 """Stages with references of their own."""
-BORROW = {"controls": "rules", "balanced": "rules", "poison_rules": "poison_kinds", "dose": "others"}
+BORROW = {
+    "controls": "rules",
+    "balanced": "rules",
+    "poison_rules": "poison_kinds",
+    "dose": "others",
+    "confirm_more": "confirm",
+}
 """Stages whose runs of the references on base-0 are those of another one."""
 
 DRAWN = ("rules", "confirm")  # stages of which `report` draws the curves
