@@ -146,6 +146,7 @@ COMPARED = {
     "poison_kinds": HONEST_ALONE,
     "poison_rules": HONEST_ALONE,
     "poison": HONEST_ALONE,
+    "replay": (*REFERENCES, "4/0"),
     "confirm_more": (*REFERENCES, "8/0 resample", WINNER),
     "poison_again": (alone("8/0"), alone(HELD_BACK)),
     "balanced": ("4/4", WINNER),
