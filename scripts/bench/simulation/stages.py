@@ -147,7 +147,7 @@ COMPARED = {
     "poison_rules": HONEST_ALONE,
     "poison": HONEST_ALONE,
     "replay": (*REFERENCES, "4/0"),
-    "confirm_more": (*REFERENCES, "8/0 resample", WINNER),
+    "confirm_more": (*REFERENCES, "4/4 twice the rounds", WINNER),
     "poison_again": (alone("8/0"), alone(HELD_BACK)),
     "balanced": ("4/4", WINNER),
 }
