@@ -28,10 +28,9 @@ class TrainingSection(Section):
     """`demo` or `benchmark` (embedded, tiny), a folder, or a Hugging Face name of a causal language model."""
 
     recipe: Literal["auto", "paper", "wide"] = "auto"
-    """What settings begin with that nobody gave. paper: the defaults below. wide: external_groups 12, rule capped,
-    strategy coverage, local_zero_advantage refill, external_negative drop, on_shortage fewer, kl_coef 0.02 (but 0 with
-    more than one device) and rollouts.max_external_uses 2; found and confirmed on models like the embedded ones. auto:
-    wide for those in a swarm, else paper."""
+    """What settings are that nobody gave. paper: the defaults. wide: what this page says of single settings under
+    `recipe: wide` (`kl_coef` stays 0 with more than one device); found and confirmed on models like the embedded ones.
+    auto: wide for those in a swarm, else paper."""
 
     local_groups: Annotated[int, Field(ge=0)] = 4
     """I: own groups in a training batch."""

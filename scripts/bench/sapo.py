@@ -93,7 +93,7 @@ def run(results: Path, stage: str, workers: int, bases: Path) -> None:
     """Take the runs of STAGE that are missing."""
     file, runs = results / f"{stage}.csv", STAGES[stage]
     here = {name: Weights.of(base_of(bases, name)) for name in {one.base for one in runs}}
-    elsewhere = {(one.run, Weights(one.weights)) for one in tables.begun_elsewhere(tables.read(file), runs, here)}
+    elsewhere = {(one.run, one.began) for one in tables.begun_elsewhere(tables.read(file), runs, here)}
     if drop(file, lambda line: (typed(line, Run), typed(line, Weights)) in elsewhere):
         click.echo(f"{len(elsewhere)} runs are taken again: their seeds were begun on other weights of their bases")
     done = finished(file)

@@ -19,9 +19,11 @@ from simulation import processes, propagation
 from simulation.arms import ARMS, REPOSITORY, SECOND_BASE, Arm, mix
 from simulation.poison import Kind
 from simulation.report import begun_elsewhere, by_arm, claims, comparison, costs, equal_cost, ratio, read
-from simulation.stages import BASES, STAGES, TASK, TEACHERS, Claim
+from simulation.stages import BASES, STAGES, TASK, TEACHERS, WINNER, Claim
 from simulation.swarm import Point, Run, Weights, execute, swarm
 
+from sapo_node.config import NodeConfig
+from sapo_node.config_training import WIDE
 from sapo_node.training.base import TrainCompletion, TrainGroup
 from sapo_node.training.sapo import informative
 
@@ -165,6 +167,14 @@ def test_every_arm_has_settings_that_a_node_takes() -> None:
         config = arm.config(EMBEDDED, 1e-4)
         assert config.training.on_shortage == "fewer"
     assert Arm("x", mix(3, 5)).config(EMBEDDED, 1e-4).training.external_groups == 5
+
+
+def test_the_recipe_is_the_arm_that_was_confirmed() -> None:
+    measured = ARMS[WINNER].config(EMBEDDED, 1e-4).dump()
+    assert NodeConfig().training.local_groups == ARMS[WINNER].training["local_groups"]
+    for section, values in WIDE.items():
+        assert {name: measured[section][name] for name in values} == values
+        assert set(getattr(ARMS[WINNER], section)) - {"local_groups"} <= set(values)
 
 
 def test_every_stage_can_be_run() -> None:

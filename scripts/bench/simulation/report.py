@@ -20,7 +20,7 @@ class Result:
     """One finished run: its evaluations as the CSV has them, as numbers."""
 
     run: Run
-    weights: str  # `Weights`
+    began: Weights
     points: list[dict[str, float]]
 
     def curve(self, x: str = "round", y: str = "held_out") -> Curve:
@@ -45,7 +45,7 @@ class Result:
     @property
     def key(self) -> Key:
         """What a pair has in common."""
-        return f"{self.run.base} {self.weights}", self.run.seed
+        return f"{self.run.base} {self.began.weights}", self.run.seed
 
 
 def read(file: Path) -> list[Result]:
@@ -55,7 +55,7 @@ def read(file: Path) -> list[Result]:
     for line in csv_files.read(file):
         numbers = {key: float(value) for key, value in line.items() if key not in names and value}
         points[csv_files.typed(line, Run), csv_files.typed(line, Weights)].append(numbers)
-    return [Result(run, base.weights, found) for (run, base), found in points.items() if "last" in found[-1]]
+    return [Result(run, began, found) for (run, began), found in points.items() if "last" in found[-1]]
 
 
 def begun_elsewhere(results: Sequence[Result], runs: Sequence[Run], here: Mapping[str, Weights]) -> list[Result]:
@@ -68,9 +68,7 @@ def begun_elsewhere(results: Sequence[Result], runs: Sequence[Run], here: Mappin
     for run in runs:
         wanted[run.base, run.seed].add(run)
     return [
-        one
-        for one in results
-        if one.weights != here[one.run.base].weights and done[one.key] < wanted[one.run.base, one.run.seed]
+        one for one in results if one.began != here[one.run.base] and done[one.key] < wanted[one.run.base, one.run.seed]
     ]
 
 

@@ -159,7 +159,7 @@ BORROW = {
     "dose": "others",
     "confirm_more": "confirm",
 }
-"""Stages whose runs of the references on base-0 are those of another one."""
+"""Stages whose runs of the references are those of another one."""
 
 DRAWN = ("rules", "confirm")  # stages of which `report` draws the curves
 
