@@ -16,7 +16,7 @@ from sapo_node.config_training import TrainingSection as TrainingSection  # all 
 from sapo_node.model_shape import EMBEDDED
 from sapo_node.rollouts.schema import ConfigValue
 from sapo_node.tasks import catalog
-from sapo_node.tasks.base import TaskRefused
+from sapo_node.tasks.base import AnswerForm, TaskRefused
 
 
 class NodeSection(Section):
@@ -100,6 +100,11 @@ class TasksSection(Section):
 
     scorers: Annotated[int, Field(ge=1, le=64)] = 1
     """Sandboxed scorer processes."""
+
+    answer_form: AnswerForm = "any"
+    """How a right answer has to be written to earn a reward, own or others'. any: in the last pair of <answer> tags, or
+    as the whole text, with space around it. bare: the answer and nothing else. tags: at the end, in the only pair of
+    <answer> tags. A strict form keeps strangers from teaching this node another one (SECURITY.md)."""
 
     answer_seconds: Seconds = 2.0
     """Deadline for judging one answer or generating one question. Beyond it the answer scores 0."""

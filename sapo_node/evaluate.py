@@ -155,7 +155,7 @@ def run(*, loaded: Loaded, checkpoint: Path | None, samples: int, as_json: bool)
 async def _measure(config: NodeConfig, checkpoints: Path | None, samples: int) -> EvalRecord:
     tasks = mixture.load(config.tasks)
     async with contextlib.AsyncExitStack() as stack:
-        scorers = ScorerPool(config.tasks.scorers, config.tasks.answer_seconds)
+        scorers = ScorerPool(config.tasks.scorers, config.tasks.answer_seconds, config.tasks.answer_form)
         stack.push_async_callback(scorers.close)
         policy = Policy(config, checkpoints)
         stack.push_async_callback(policy.close)

@@ -185,7 +185,7 @@ class Node:
         self._tell_withheld(tasks)
         self._pool = await Pool.open(self._data.pool, config.rollouts)
         stack.push_async_callback(self._pool.close)
-        self._scorers = ScorerPool(config.tasks.scorers, config.tasks.answer_seconds)
+        self._scorers = ScorerPool(config.tasks.scorers, config.tasks.answer_seconds, config.tasks.answer_form)
         stack.push_async_callback(self._scorers.close)
         log.info("engine", engine=self._engine.engine, reason=self._engine.reason)
         kind = PairedPolicy if self._engine.engine == "vllm" else Policy

@@ -69,10 +69,10 @@ def conditions(tasks: Mixture, config: NodeConfig) -> str:
         (entry.spec.source, entry.spec.name, entry.spec.version, entry.spec.config_hash, entry.weight, entry.verifier)
         for entry in tasks.entries
     ]
-    sampler = config.inference
-    how = (sampler.temperature, sampler.max_completion_tokens, sampler.system_prompt, config.tasks.curriculum)
-    many = (config.rollouts.completions_per_task, config.tasks.eval_questions)
-    return digest(repr((of_tasks, how, many)).encode()).hex()
+    sampler, asked = config.inference, config.tasks
+    how = (sampler.temperature, sampler.max_completion_tokens, sampler.system_prompt, asked.curriculum)
+    many = (config.rollouts.completions_per_task, asked.eval_questions)
+    return digest(repr((of_tasks, how, many, asked.answer_form)).encode()).hex()
 
 
 class Watch:

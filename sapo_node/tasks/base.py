@@ -14,6 +14,7 @@ from msgspec import Struct
 from sapo_node.rollouts.schema import ConfigValue
 
 Source = Literal["reasoning_gym", "dataset"]
+AnswerForm = Literal["any", "bare", "tags"]
 
 # A question whose sha256 begins with a byte below this (about 10 %) belongs to evaluation in the whole swarm: nobody
 # draws, shares or trains on it. Another value and nodes would train on each other's evaluation questions.
@@ -85,6 +86,20 @@ def extract_answer(completion: str) -> str:
     end = completion.rfind("</answer>")
     start = completion.rfind("<answer>", 0, end) if end >= 0 else -1
     return completion[start + len("<answer>") : end].strip() if start >= 0 else completion.strip()
+
+
+def has_form(completion: str, form: AnswerForm) -> bool:
+    """Whether a completion is written as `form` wants it. bare: the answer alone, without space around it. tags: ends
+    with the only `<answer>...</answer>`; whatever comes before it is free."""
+    if form == "bare":
+        return completion == extract_answer(completion)
+    if form == "tags":
+        return (
+            completion.endswith("</answer>")
+            and completion.count("<answer>") == completion.count("</answer>") == 1
+            and completion.index("<answer>") < completion.index("</answer>")
+        )
+    return True
 
 
 def answer_digest(answer: str) -> bytes:

@@ -20,7 +20,7 @@ from typing import Final, TypeVar
 from msgspec import Struct, structs
 
 from sapo_node import workers
-from sapo_node.tasks.base import TaskRefused, TaskSpec, answer_digest, extract_answer
+from sapo_node.tasks.base import AnswerForm, TaskRefused, TaskSpec, answer_digest, extract_answer, has_form
 from sapo_node.tasks.catalog import validate_spec
 from sapo_node.tasks.sandbox import Protection, enter
 from sapo_node.tasks.verifiers import VERIFIERS, Verifier
@@ -72,20 +72,23 @@ class DrawReply(Struct, frozen=True, kw_only=True):
 
 
 class JudgeRequest(Struct, frozen=True, kw_only=True):
-    """Answers to one generated question, the deadline for each and that for the question (seconds)."""
+    """Answers to one generated question, the form they need, the deadline for each and that for the question
+    (seconds)."""
 
     draw: Draw
     texts: list[str]
+    form: AnswerForm
     seconds: float
     draw_seconds: float
 
 
 class RowRequest(Struct, frozen=True, kw_only=True):
-    """Answers to one row of a data set, and the deadline for each (seconds)."""
+    """Answers to one row of a data set, the form they need, and the deadline for each (seconds)."""
 
     truth: str
     verifier: Verifier
     texts: list[str]
+    form: AnswerForm
     seconds: float
 
 
@@ -158,16 +161,14 @@ def judge(request: JudgeRequest) -> JudgeReply:
     grade, drawn, fault = _generate(request.draw, request.draw_seconds)
     if grade is None:
         return JudgeReply(drawn=drawn, rewards=[], fault=fault, cpu=time.process_time() - began)
-    reply = _judge(grade, drawn, request.texts, request.seconds)
+    reply = _judge(grade, drawn, request)
     return structs.replace(reply, cpu=time.process_time() - began)
 
 
 def judge_row(request: RowRequest) -> JudgeReply:
     """Judge answers to a row of a data set."""
     verifier = VERIFIERS[request.verifier]
-    return _judge(
-        lambda text: float(verifier(extract_answer(text), request.truth)), Drawn(), request.texts, request.seconds
-    )
+    return _judge(lambda text: float(verifier(extract_answer(text), request.truth)), Drawn(), request)
 
 
 def _generate(wanted: Draw, seconds: float) -> tuple[Callable[[str], float] | None, Drawn, Fault | None]:
@@ -188,12 +189,15 @@ def _generate(wanted: Draw, seconds: float) -> tuple[Callable[[str], float] | No
     return (lambda text: gym.reward(dataset, spec.name, made, text)), drawn, None
 
 
-def _judge(grade: Callable[[str], float], drawn: Drawn, texts: list[str], seconds: float) -> JudgeReply:
+def _judge(grade: Callable[[str], float], drawn: Drawn, request: JudgeRequest | RowRequest) -> JudgeReply:
+    def strict(text: str) -> float:
+        return grade(text) if has_form(text, request.form) else 0.0
+
     rewards: list[float] = []
-    end = time.monotonic() + seconds
-    for text in texts:
+    end = time.monotonic() + request.seconds
+    for text in request.texts:
         try:
-            rewards.append(within(seconds, "an answer", lambda text=text: grade(text)))  # type: ignore[misc]
+            rewards.append(within(request.seconds, "an answer", lambda text=text: strict(text)))  # type: ignore[misc]
         except TooMuch as error:
             return JudgeReply(drawn=drawn, rewards=[*rewards, 0.0], fault=error.fault)
         if time.monotonic() > end:

@@ -1,7 +1,8 @@
 """The node's side of scoring: a small pool of sandboxed worker processes that generate questions and judge answers.
 
-Rewards are strict: 1.0 if the task's own scorer gives full marks to the extracted answer, else 0.0. The truth never
-leaves the workers. What surrounds a worker, and what that does not cover, is told in `sandbox.py`.
+Rewards are strict: 1.0 if the completion is in the form that the node asks for and the task's own scorer gives full
+marks to the extracted answer, else 0.0. The truth never leaves the workers. What surrounds a worker, and what that does
+not cover, is told in `sandbox.py`.
 
 An answer that hangs, takes too much memory or kills its worker scores 0.0 and costs that worker: the next one starts
 fresh, and the other answers of the same job are judged all the same. When a job has lost MAX_FAULTS workers its
@@ -28,6 +29,7 @@ from sapo_node.swarm.protocol import digest
 from sapo_node.tasks.base import (
     DIGEST_BYTES,
     MAX_EVAL_QUESTIONS,
+    AnswerForm,
     Judged,
     Question,
     TaskRefused,
@@ -121,16 +123,18 @@ class ScorerPool:
     """Scorer workers and the queue before them. Methods may be called concurrently, by any number of callers: the queue
     holds a caller's turn and nothing else, and the callers are of this node, bounded by its settings.
 
-    `answer_seconds` is the deadline for an answer and for a question; `module` is another worker's, for tests.
+    `answer_seconds` is the deadline for an answer and for a question; completions in another form than `form` score 0;
+    `module` is another worker's, for tests.
     `faults` counts lost workers, `restarts` the starts that replaced them, `last_fault` tells of the newest.
     """
 
-    def __init__(self, workers: int, answer_seconds: float, *, module: str = _MODULE) -> None:
+    def __init__(self, workers: int, answer_seconds: float, form: AnswerForm = "any", *, module: str = _MODULE) -> None:
         self.faults = 0
         self.restarts = 0
         self.last_fault = ""
         self.protection: Protection | None = None
         self._seconds = answer_seconds
+        self._form = form
         self._slots = [
             _Slot(Worker(f"scorer {n}", module, env=_environment(), start_seconds=START_SECONDS))
             for n in range(workers)
@@ -182,7 +186,11 @@ class ScorerPool:
         async def ask(part: list[str]) -> _Part[float]:
             nonlocal known, truth, cpu
             request = JudgeRequest(
-                draw=Draw(spec, seed), texts=part, seconds=self._answer_seconds(strict), draw_seconds=self._seconds
+                draw=Draw(spec, seed),
+                texts=part,
+                form=self._form,
+                seconds=self._answer_seconds(strict),
+                draw_seconds=self._seconds,
             )
             reply = await self._call("judge", request, JudgeReply, len(part), strict)
             found = _question(reply.drawn)
@@ -207,7 +215,7 @@ class ScorerPool:
 
         async def ask(part: list[str]) -> _Part[float]:
             seconds = self._answer_seconds(strict)
-            request = RowRequest(truth=answer, verifier=verifier, texts=part, seconds=seconds)
+            request = RowRequest(truth=answer, verifier=verifier, texts=part, form=self._form, seconds=seconds)
             reply = await self._call("judge_row", request, JudgeReply, len(part), strict)
             return _Part(reply.rewards, reply.fault)
 

@@ -9,7 +9,7 @@ import msgspec
 from sapo_node.monitor.text import clean, harmless
 from sapo_node.rollouts.schema import TaskRef
 from sapo_node.tasks import catalog
-from sapo_node.tasks.base import TaskRefused, config_hash, extract_answer
+from sapo_node.tasks.base import TaskRefused, config_hash, extract_answer, has_form
 from sapo_node.tasks.verifiers import VERIFIERS
 
 from . import values
@@ -62,9 +62,12 @@ def _make_text(rng: Random, most: int = 3000) -> bytes:
 
 
 def _read_answer(data: bytes) -> None:
-    answer = extract_answer(data.decode(errors="replace"))
+    text = data.decode(errors="replace")
+    answer = extract_answer(text)
     if answer != answer.strip():
         raise Broken("an answer keeps the space around it")
+    if has_form(text, "bare") and has_form(text, "tags"):
+        raise Broken("an answer is in two forms")
     for verifier in VERIFIERS.values():
         if verifier(answer, "(B)") not in (True, False):
             raise Broken("a verifier gave no verdict")

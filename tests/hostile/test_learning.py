@@ -14,6 +14,21 @@ STYLES = ["latex_inline", "latex_frac", "latex_dfrac"]
 HALVES: dict[str, Any] = {"min_value": 1, "max_value": 2, "max_factor": 10_000, "styles": STYLES}
 
 
+def test_an_odd_form_earns_nothing_where_the_owner_asks_for_one(node: Node) -> None:
+    """Hope: right answers in a form of one's own are rewarded as any, and so that form is learnt."""
+    group = node.group()
+    truth, wrong = group.completions[0].text, group.completions[1].text
+    odd = group_of(group.task, group.question_sha256, f"<answer>{truth}</answer>", f"\n\n{truth}", f"  {truth}", wrong)
+    assert node.verify(odd).groups[0].rewards == [1.0, 1.0, 1.0, 0.0]
+    node.scorers._form = "bare"
+    try:
+        assert node.verify(odd).groups[0].rewards == [0.0] * 4, "no advantage: nothing of it is trained on"
+        usual = group_of(group.task, group.question_sha256, truth, wrong)
+        assert node.verify(usual).groups[0].rewards == [1.0, 0.0]
+    finally:
+        node.scorers._form = "any"
+
+
 def test_right_answers_to_one_truth_in_many_spellings_are_no_hack(node: Node) -> None:
     """Hope: one free key, one batch of right answers, and everybody's groups of a healthy task are left aside."""
     groups: list[Group] = []

@@ -11,7 +11,15 @@ from typing import Any, TypeVar
 import pytest
 
 from sapo_node.tasks import scoring
-from sapo_node.tasks.base import Question, TaskRefused, answer_digest, is_eval_question, question_sha256
+from sapo_node.tasks.base import (
+    AnswerForm,
+    Question,
+    TaskRefused,
+    answer_digest,
+    has_form,
+    is_eval_question,
+    question_sha256,
+)
 from sapo_node.tasks.scoring import CostlyGroup, ScorerPool, eval_seed
 from sapo_node.workers import WorkerError
 from tests.tasks.specs import spec
@@ -77,6 +85,44 @@ def test_judging_is_strict_and_keeps_the_order(pool: ScorerPool, run: Run[Any]) 
     judged = run(pool.judge(GCD, 5, texts))
     assert judged.rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0]
     assert judged.question == run(pool.question(GCD, 5))
+
+
+@pytest.mark.parametrize(
+    ("text", "bare", "tags"),
+    [
+        ("8", True, False),
+        (" 8", False, False),
+        ("8\n", False, False),
+        ("", True, False),
+        ("it is 8", True, False),  # a form says nothing about what is in it
+        ("<answer>8</answer>", False, True),
+        ("so it is <answer> 8 </answer>", False, True),
+        ("<answer>8</answer>.", False, False),
+        ("<answer>4</answer> no, <answer>8</answer>", False, False),
+        ("</answer>8<answer>", True, False),
+        ("<answer><answer>8</answer>", False, False),
+        ("8</answer>", True, False),
+    ],
+)
+def test_forms_of_answers(text: str, bare: bool, tags: bool) -> None:
+    assert (has_form(text, "any"), has_form(text, "bare"), has_form(text, "tags")) == (True, bare, tags)
+
+
+@pytest.mark.parametrize(("form", "expected"), [("any", [1, 1, 1, 0]), ("bare", [1, 0, 0, 0]), ("tags", [0, 0, 1, 0])])
+def test_a_right_answer_in_another_form_earns_nothing(form: AnswerForm, expected: list[float], run: Run[Any]) -> None:
+    strict = ScorerPool(1, 5.0, form)
+    texts = ["8", " 8", "<answer>8</answer>", "9"]
+
+    async def judged() -> tuple[list[float], list[float], bytes]:
+        await strict.start()
+        try:
+            question = await strict.judge(GCD, 5, texts)
+            row = await strict.judge_row("Four and four?", "8", "numeric", texts)
+        finally:
+            await strict.close()
+        return question.rewards, row.rewards, question.truth
+
+    assert run(judged()) == (expected, expected, answer_digest(GCD_TRUTH))
 
 
 def test_more_answers_than_go_into_one_call(pool: ScorerPool, run: Run[Any]) -> None:

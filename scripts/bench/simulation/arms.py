@@ -74,6 +74,7 @@ KL = {"kl_coef": 0.02}
 TWICE = {"max_external_uses": 2}
 
 BALANCED = {"external_balance": "sources"}
+BARE = {"answer_form": "bare"}
 LIKELY = {"external_weighting": "likelihood"}
 
 
@@ -95,10 +96,10 @@ def poisoned(rule: str, kind: Kind) -> str:
     return f"{alone(rule)}, 2 poisoners: {kind}"
 
 
-def _with_poison(rule: str, settings: tuple[dict[str, Any], dict[str, Any]]) -> Iterator[Arm]:
-    yield Arm(alone(rule), *settings, nodes=HONEST)
+def _with_poison(rule: str, settings: tuple[dict[str, Any], dict[str, Any]], **tasks: Any) -> Iterator[Arm]:
+    yield Arm(alone(rule), *settings, tasks, nodes=HONEST)
     for kind in get_args(Kind):
-        yield Arm(poisoned(rule, kind), *settings, nodes=HONEST, poisoners=2, poison=kind)
+        yield Arm(poisoned(rule, kind), *settings, tasks, nodes=HONEST, poisoners=2, poison=kind)
 
 
 ARMS = {
@@ -139,6 +140,10 @@ ARMS = {
         *_with_poison("wide, kl, balanced, likely", wide(**KL, **BALANCED, **LIKELY)),
         *_with_poison("wide, kl, balanced, half", wide(**KL, **BALANCED, external_weight=0.5)),
         *_with_poison("wide, kl, balanced, J 4", wide(4, **KL, **BALANCED)),
+        # Only bare answers are right, wherever they come from.
+        Arm(alone("8/0, bare"), mix(8, 0), tasks=BARE, nodes=HONEST),
+        *_with_poison("wide, kl, bare", wide(**KL), **BARE),
+        *_with_poison("wide, kl, balanced, bare", wide(**KL, **BALANCED), **BARE),
         # What else the number and the likeness of nodes do.
         Arm("pooled", mix(64, 0), nodes=1),  # one policy takes the groups of all eight
         Arm("8/0 specialised", mix(8, 0), specialised=True),

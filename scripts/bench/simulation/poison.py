@@ -25,11 +25,12 @@ from sapo_node.tasks.base import TaskRefused, TaskSpec, is_eval_question, questi
 
 from .batches import signed
 
-Kind = Literal["constant", "style", "long", "negative", "easy"]
+Kind = Literal["constant", "style", "long", "negative", "easy", "spelling"]
 """constant: only questions to which a task's most frequent answer is right, against other answers. style: right answers
 in an odd form that the scorer takes, against wrong ones in the usual form. long: likewise, with as many blanks before
 the answer as can be written at all, so that one more cuts it. negative: one wrong answer among right ones, so that most
-of the gradient pushes away from a text that looks as it should. easy: one task only."""
+of the gradient pushes away from a text that looks as it should. easy: one task only. spelling: as style, for receivers
+that want the bare answer: the answer itself is spelt in an odd way, where the task's scorer takes any."""
 
 LOOKED_AT = 600  # questions a round among which it chooses
 KNOWN = 300  # truths of a task that are counted to find its most frequent one
@@ -37,6 +38,13 @@ FORMS: tuple[Callable[[str], str], ...] = (
     lambda truth: f"<answer>{truth}</answer>",
     lambda truth: f"\n\n{truth}\n\n",
     lambda truth: f"  {truth}",
+)
+SPELLINGS: tuple[Callable[[str], str], ...] = (
+    lambda truth: f"0{truth}",
+    lambda truth: f"+{truth}",
+    lambda truth: truth.replace("/", " / "),
+    str.upper,
+    str.lower,
 )
 
 
@@ -103,10 +111,11 @@ class Poisoner:
             return [asked.truth] * (count // 2) + wrong[: count - count // 2]
         if self._kind == "negative":
             return [asked.truth] * (count - 1) + wrong[:1]
-        if self._kind == "style":
+        if self._kind in ("style", "spelling"):
             dataset = gym.open_dataset(asked.spec.name, asked.spec.config, asked.seed)
             made = gym.entry(dataset, asked.spec.name, asked.seed)
-            odd = [text for form in FORMS if gym.reward(dataset, asked.spec.name, made, text := form(asked.truth))]
+            texts = [form(asked.truth) for form in (FORMS if self._kind == "style" else SPELLINGS)]
+            odd = [text for text in texts if text != asked.truth and gym.reward(dataset, asked.spec.name, made, text)]
             return [odd[i % len(odd)] for i in range(count // 2)] + wrong[: count - count // 2] if odd else []
         if self._kind == "long":  # a blank is a token, and the end is one
             long = asked.truth.rjust(self._config.inference.max_completion_tokens - 1)

@@ -77,10 +77,11 @@ def _confirm(stage: str, arms: Iterable[str], seeds: Iterable[int]) -> Iterable[
 
 # Poison: which kind is the strongest, and what helps against it, on tuning seeds.
 HONEST_ALONE = (alone("8/0"), alone(WINNER))
-KINDS = (*HONEST_ALONE, *(poisoned(WINNER, kind) for kind in get_args(Kind)))
+KINDS = (*HONEST_ALONE, *(poisoned(WINNER, kind) for kind in get_args(Kind) if kind != "spelling"))
 STRONGEST: Kind = "style"
 HELD_BACK = "wide, kl, balanced"
 AGAIN = [f"{HELD_BACK}, {more}" for more in ("likely", "half", "J 4")]  # after the confirmation had failed
+STRICT = (f"{WINNER}, bare", f"{HELD_BACK}, bare")  # and then the strongest kind that a strict form lets through
 DEFENDED = [arm for rule in (HELD_BACK, "wide, kl, likely") for arm in (poisoned(rule, STRONGEST), alone(rule))]
 
 # The strongest kind again, on fresh seeds: what the rule that holds it back keeps of what its honest nodes learn alone,
@@ -137,6 +138,14 @@ STAGES: dict[str, list[Run]] = {
             range(3),
         )
     ),
+    "poison_form": list(
+        _runs(
+            "poison_form",
+            [alone("8/0, bare"), *(arm for rule in STRICT for arm in (poisoned(rule, "spelling"), alone(rule)))],
+            "base-0",
+            range(3),
+        )
+    ),
     "poison": list(_confirm("poison", POISONED, POISON_SEEDS)),
     "balanced": list(_runs("balanced", (HELD_BACK,), "base-0", range(5))),
     "others": list(_runs("others", (*REFERENCES, *OTHERS), "base-0", range(3))),
@@ -149,6 +158,7 @@ COMPARED = {
     "replay": (*REFERENCES, "4/0"),
     "confirm_more": (*REFERENCES, "4/4 twice the rounds", WINNER),
     "poison_again": (alone("8/0"), alone(HELD_BACK)),
+    "poison_form": (alone("8/0, bare"), alone(STRICT[0])),
     "balanced": ("4/4", WINNER),
 }
 """Stages with references of their own."""
