@@ -19,7 +19,7 @@ from simulation import processes, propagation
 from simulation.arms import ARMS, REPOSITORY, SECOND_BASE, Arm, mix
 from simulation.poison import Kind
 from simulation.report import begun_elsewhere, by_arm, claims, comparison, costs, equal_cost, ratio, read
-from simulation.stages import BASES, STAGES, TASK, TEACHERS, WINNER, Claim
+from simulation.stages import BASES, OTHERS, STAGES, TASK, TEACHERS, WINNER, Claim
 from simulation.swarm import Point, Run, Weights, execute, swarm
 
 from sapo_node.config import NodeConfig
@@ -184,6 +184,17 @@ def test_every_stage_can_be_run() -> None:
         assert {run.arm for run in runs} <= set(ARMS)
         assert {run.base for run in runs} <= set(BASES)
     assert set(TEACHERS.values()) <= set(BASES)
+
+
+@pytest.mark.parametrize("name", [name for name in OTHERS if not ARMS[name].second_base])
+def test_every_other_arm_takes_rounds(name: str) -> None:
+    async def groups() -> list[int]:
+        arm = small(name, nodes=min(2, ARMS[name].nodes))
+        async with swarm(arm, EMBEDDED, 0, 3e-4) as (made, _, _):
+            await made.round(0)
+            return [node.record.local_groups for node in made.nodes if node.record]
+
+    assert asyncio.run(groups()) == [ARMS[name].training["local_groups"]] * min(2, ARMS[name].nodes)
 
 
 def test_specialised_nodes_ask_what_others_do_not() -> None:

@@ -145,7 +145,7 @@ ARMS = {
         *_with_poison("wide, kl, bare", wide(**KL), **BARE),
         *_with_poison("wide, kl, balanced, bare", wide(**KL, **BALANCED), **BARE),
         # What else the number and the likeness of nodes do.
-        Arm("pooled", mix(64, 0), nodes=1),  # one policy takes the groups of all eight
+        Arm("pooled", mix(64, 0), {"shared_per_round": 0}, nodes=1),  # one policy takes the groups of all eight
         Arm("8/0 specialised", mix(8, 0), specialised=True),
         Arm("4/4 specialised", mix(4, 4), specialised=True),
         Arm("4/4 supervised", mix(4, 4, **DROP), supervised=True),
