@@ -49,10 +49,12 @@ LOOK_SECONDS: Final = 1.0  # between two looks at whether a round can be taken, 
 NOTHING_DRAWN: Final = SampledGroups(ids=[], rewards_first_drawn=[], tokens=0, seconds=0.0, published=0)
 """Stands for a batch in rounds that are taken while the engine is down."""
 
+WAIT_SECONDS: Final = 0.2  # between two plans under `on_shortage: wait`
+
 MAX_LOOKS: Final = 8
 """Times in a round that groups of others that cannot be trained on are found among the chosen ones and replaced: as
 many as it takes to go through a whole stock (`arrivals.STOCK_ROUNDS`) of such groups. Then the round goes on with those
-that were looked at."""
+that were looked at. A round that waits has one more for each WAIT_SECONDS."""
 
 Standing = Callable[[str, float], tuple[str, bool]]
 """By peer id and time: whose share a producer's groups are counted for, and whether its work is known for a day."""
@@ -286,7 +288,8 @@ class Rounds:
                 self._waited += time.monotonic() - began
                 draws += 1
             elif plan.wait and time.monotonic() < give_up and not self._stop.is_set():
-                await until(self._stop, asyncio.sleep(0.2))
+                await until(self._stop, asyncio.sleep(WAIT_SECONDS))
+                looks = max(0, looks - 1)  # what arrives meanwhile is looked at too
             else:
                 return batch, plan, [*local, *external]
 

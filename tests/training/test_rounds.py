@@ -268,6 +268,27 @@ def test_more_unfit_groups_than_a_round_looks_at_are_not_trained_on_unseen(tmp_p
     assert told.total() == 160
 
 
+def test_unfit_groups_that_come_one_by_one_do_not_keep_a_waiting_round_from_others(tmp_path: Path) -> None:
+    """Hope: a round that waits looks at eight of them, and then at nobody's groups any more."""
+    policy, dripping = ToyPolicy(), set[asyncio.Task[None]]()
+    policy.too_long = {"hostile"}
+
+    async def drip(pool: Pool) -> None:
+        for number in range(2 * rounds.MAX_LOOKS):
+            unfit = group(1000 + number, MIXED, 0, first=False)
+            await pool.add_external("hostile", number.to_bytes(32, "big"), [unfit], time.time())
+            await asyncio.sleep(rounds.WAIT_SECONDS)
+        groups = [group(2000 + number, MIXED, 0, first=False) for number in range(4)]
+        await pool.add_external("honest", bytes(31) + b"h", groups, time.time())
+
+    async def prepare(pool: Pool) -> None:
+        dripping.add(asyncio.create_task(drip(pool)))
+
+    training = {"local_groups": 1, "external_groups": 4, "on_shortage": "wait", "shortage_wait_seconds": 15.0}
+    records, _, _ = asyncio.run(run_rounds(tmp_path, training, MIXED, count=1, prepare=prepare, policy=policy))
+    assert [(record.external_groups, record.shortage) for record in records] == [(4, 0)]
+
+
 def test_a_group_that_the_worker_does_not_survive_has_one_try(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hope: one group on which the tokenizer dies is looked at again and again, until the node gives up."""
     monkeypatch.setattr(rounds, "LONGEST_PAUSE_SECONDS", 0.01)
