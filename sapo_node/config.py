@@ -103,8 +103,9 @@ class TasksSection(Section):
 
     answer_form: AnswerForm = "any"
     """How a right answer has to be written to earn a reward, own or others'. any: in the last pair of <answer> tags, or
-    as the whole text, with space around it. bare: the answer and nothing else. tags: at the end, in the only pair of
-    <answer> tags. A strict form keeps strangers from teaching this node another one (SECURITY.md)."""
+    as the whole text, with space around it. tags: at the end, in the only pair of <answer> tags. bare: the answer and
+    nothing else. exact: that, letter by letter as the task's truth is written, for tasks with one right answer. The
+    stricter, the less can strangers teach this node another way to write (SECURITY.md)."""
 
     answer_seconds: Seconds = 2.0
     """Deadline for judging one answer or generating one question. Beyond it the answer scores 0."""

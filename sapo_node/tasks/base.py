@@ -14,7 +14,7 @@ from msgspec import Struct
 from sapo_node.rollouts.schema import ConfigValue
 
 Source = Literal["reasoning_gym", "dataset"]
-AnswerForm = Literal["any", "bare", "tags"]
+AnswerForm = Literal["any", "tags", "bare", "exact"]
 
 # A question whose sha256 begins with a byte below this (about 10 %) belongs to evaluation in the whole swarm: nobody
 # draws, shares or trains on it. Another value and nodes would train on each other's evaluation questions.
@@ -89,9 +89,12 @@ def extract_answer(completion: str) -> str:
 
 
 def has_form(completion: str, form: AnswerForm) -> bool:
-    """Whether a completion is written as `form` wants it. bare: the answer alone, without space around it. tags: ends
-    with the only `<answer>...</answer>`; whatever comes before it is free."""
-    if form == "bare":
+    """Whether a completion is written as `form` wants it.
+
+    tags: it ends with its only `<answer>...</answer>`; what comes before is free. bare, exact: it is the answer alone,
+    without space around it; whoever judges an exact one compares it with the truth.
+    """
+    if form in ("bare", "exact"):
         return completion == extract_answer(completion)
     if form == "tags":
         return (

@@ -158,7 +158,7 @@ def draw(request: DrawRequest) -> DrawReply:
 def judge(request: JudgeRequest) -> JudgeReply:
     """Generate the question and judge answers to it, strictly."""
     began = time.process_time()
-    grade, drawn, fault = _generate(request.draw, request.draw_seconds)
+    grade, drawn, fault = _generate(request.draw, request.draw_seconds, request.form)
     if grade is None:
         return JudgeReply(drawn=drawn, rewards=[], fault=fault, cpu=time.process_time() - began)
     reply = _judge(grade, drawn, request)
@@ -168,10 +168,20 @@ def judge(request: JudgeRequest) -> JudgeReply:
 def judge_row(request: RowRequest) -> JudgeReply:
     """Judge answers to a row of a data set."""
     verifier = VERIFIERS[request.verifier]
-    return _judge(lambda text: float(verifier(extract_answer(text), request.truth)), Drawn(), request)
+
+    def grade(text: str) -> float:
+        if request.form == "exact":
+            return float(text == request.truth.strip())
+        if not has_form(text, request.form):
+            return 0.0
+        return float(verifier(extract_answer(text), request.truth))
+
+    return _judge(grade, Drawn(), request)
 
 
-def _generate(wanted: Draw, seconds: float) -> tuple[Callable[[str], float] | None, Drawn, Fault | None]:
+def _generate(
+    wanted: Draw, seconds: float, form: AnswerForm = "any"
+) -> tuple[Callable[[str], float] | None, Drawn, Fault | None]:
     """(how to grade an answer, the question, fault); no grader where there is no question."""
     from sapo_node.tasks import reasoning_gym as gym  # imported by `main`; at the top the node would import it too
 
@@ -186,18 +196,15 @@ def _generate(wanted: Draw, seconds: float) -> tuple[Callable[[str], float] | No
     except TooMuch as error:
         return None, Drawn(refused=error.fault.text), error.fault
     drawn = Drawn(text=made["question"], truth=answer_digest(gym.plain_truth(spec.name, made)))
-    return (lambda text: gym.reward(dataset, spec.name, made, text)), drawn, None
+    return (lambda text: gym.reward(dataset, spec.name, made, text, form)), drawn, None
 
 
 def _judge(grade: Callable[[str], float], drawn: Drawn, request: JudgeRequest | RowRequest) -> JudgeReply:
-    def strict(text: str) -> float:
-        return grade(text) if has_form(text, request.form) else 0.0
-
     rewards: list[float] = []
     end = time.monotonic() + request.seconds
     for text in request.texts:
         try:
-            rewards.append(within(request.seconds, "an answer", lambda text=text: strict(text)))  # type: ignore[misc]
+            rewards.append(within(request.seconds, "an answer", lambda text=text: grade(text)))  # type: ignore[misc]
         except TooMuch as error:
             return JudgeReply(drawn=drawn, rewards=[*rewards, 0.0], fault=error.fault)
         if time.monotonic() > end:

@@ -6,13 +6,14 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import pytest
 
 from sapo_node.tasks import scoring
 from sapo_node.tasks.base import (
     AnswerForm,
+    Judged,
     Question,
     TaskRefused,
     answer_digest,
@@ -105,24 +106,42 @@ def test_judging_is_strict_and_keeps_the_order(pool: ScorerPool, run: Run[Any]) 
     ],
 )
 def test_forms_of_answers(text: str, bare: bool, tags: bool) -> None:
-    assert (has_form(text, "any"), has_form(text, "bare"), has_form(text, "tags")) == (True, bare, tags)
+    assert [has_form(text, form) for form in get_args(AnswerForm)] == [True, tags, bare, bare]
 
 
-@pytest.mark.parametrize(("form", "expected"), [("any", [1, 1, 1, 0]), ("bare", [1, 0, 0, 0]), ("tags", [0, 0, 1, 0])])
-def test_a_right_answer_in_another_form_earns_nothing(form: AnswerForm, expected: list[float], run: Run[Any]) -> None:
-    strict = ScorerPool(1, 5.0, form)
+@pytest.mark.parametrize(
+    ("form", "expected", "spelt"),
+    [
+        ("any", [1, 1, 1, 0], [1, 1, 1]),
+        ("tags", [0, 0, 1, 0], [0, 0, 0]),
+        ("bare", [1, 0, 0, 0], [1, 1, 1]),
+        ("exact", [1, 0, 0, 0], [1, 0, 0]),
+    ],
+)
+def test_a_right_answer_in_another_form_earns_nothing(
+    form: AnswerForm, expected: list[float], spelt: list[float], run: Run[Any]
+) -> None:
     texts = ["8", " 8", "<answer>8</answer>", "9"]
 
-    async def judged() -> tuple[list[float], list[float], bytes]:
-        await strict.start()
+    async def judged() -> list[Judged]:
+        pool = ScorerPool(1, 5.0, form)
+        await pool.start()
         try:
-            question = await strict.judge(GCD, 5, texts)
-            row = await strict.judge_row("Four and four?", "8", "numeric", texts)
+            return [
+                await pool.judge(GCD, 5, texts),
+                await pool.judge_row("Four and four?", "8", "numeric", texts),
+                await pool.judge(
+                    spec("fraction_simplification", styles=["plain"]), 0, ["79/173", "79 / 173", "079/173"]
+                ),
+                await pool.judge_row("A half?", "0.5", "numeric", ["0.5", "0.50", ".5"]),
+            ]
         finally:
-            await strict.close()
-        return question.rewards, row.rewards, question.truth
+            await pool.close()
 
-    assert run(judged()) == (expected, expected, answer_digest(GCD_TRUTH))
+    question, row, fraction, half = run(judged())
+    assert (question.rewards, row.rewards) == (expected, expected)
+    assert (fraction.rewards, half.rewards) == (spelt, spelt)
+    assert question.truth == answer_digest(GCD_TRUTH)
 
 
 def test_more_answers_than_go_into_one_call(pool: ScorerPool, run: Run[Any]) -> None:

@@ -75,6 +75,7 @@ TWICE = {"max_external_uses": 2}
 
 BALANCED = {"external_balance": "sources"}
 BARE = {"answer_form": "bare"}
+EXACT = {"answer_form": "exact"}
 LIKELY = {"external_weighting": "likelihood"}
 
 
@@ -144,6 +145,9 @@ ARMS = {
         Arm(alone("8/0, bare"), mix(8, 0), tasks=BARE, nodes=HONEST),
         *_with_poison("wide, kl, bare", wide(**KL), **BARE),
         *_with_poison("wide, kl, balanced, bare", wide(**KL, **BALANCED), **BARE),
+        Arm(alone("8/0, exact"), mix(8, 0), tasks=EXACT, nodes=HONEST),
+        *_with_poison("wide, kl, exact", wide(**KL), **EXACT),
+        *_with_poison("wide, kl, balanced, exact", wide(**KL, **BALANCED), **EXACT),
         # What else the number and the likeness of nodes do.
         Arm("pooled", mix(64, 0), {"shared_per_round": 0}, nodes=1),  # one policy takes the groups of all eight
         Arm("8/0 specialised", mix(8, 0), specialised=True),

@@ -29,7 +29,7 @@ from sapo_node.swarm.peers import PeerBook
 from sapo_node.swarm.protocol import EPOCH_SECONDS
 from sapo_node.tasks import mixture
 from sapo_node.tasks import reasoning_gym as gym
-from sapo_node.tasks.base import Judged, Question, TaskRefused, TaskSpec, answer_digest, has_form, question_sha256
+from sapo_node.tasks.base import Judged, Question, TaskRefused, TaskSpec, answer_digest, question_sha256
 from sapo_node.tasks.scoring import ScorerPool
 from sapo_node.training import rows
 from sapo_node.training.base import StepResult, TextScore, TrainGroup
@@ -91,7 +91,7 @@ class LocalScorers(ScorerPool):
             return known
         dataset = gym.open_dataset(spec.name, spec.config, seed)
         made = gym.entry(dataset, spec.name, seed)
-        rewards = [gym.reward(dataset, spec.name, made, text) if has_form(text, self._form) else 0.0 for text in texts]
+        rewards = [gym.reward(dataset, spec.name, made, text, self._form) for text in texts]
         question = Question(text=made["question"], sha256=question_sha256(made["question"]))
         judged = Judged(question=question, rewards=rewards, truth=answer_digest(gym.plain_truth(spec.name, made)))
         if len(self._verdicts) >= KEPT_VERDICTS:

@@ -25,14 +25,17 @@ from sapo_node.tasks.base import TaskRefused, TaskSpec, is_eval_question, questi
 
 from .batches import signed
 
-Kind = Literal["constant", "style", "long", "negative", "easy", "spelling"]
+Kind = Literal["constant", "style", "long", "negative", "easy", "spelling", "far", "rare"]
 """constant: only questions to which a task's most frequent answer is right, against other answers. style: right answers
 in an odd form that the scorer takes, against wrong ones in the usual form. long: likewise, with as many blanks before
 the answer as can be written at all, so that one more cuts it. negative: one wrong answer among right ones, so that most
 of the gradient pushes away from a text that looks as it should. easy: one task only. spelling: as style, for receivers
-that want the bare answer: the answer itself is spelt in an odd way, where the task's scorer takes any."""
+that want the bare answer: the answer itself is spelt in an odd way, where the task's scorer takes any. far: one task
+only, the one with the longest answers. rare: only questions whose answer is seldom right elsewhere, one right answer
+among wrong ones, so that its advantage is the largest."""
 
 LOOKED_AT = 600  # questions a round among which it chooses
+RARE = 100  # a truth of at most one question in so many is rare
 KNOWN = 300  # truths of a task that are counted to find its most frequent one
 FORMS: tuple[Callable[[str], str], ...] = (
     lambda truth: f"<answer>{truth}</answer>",
@@ -80,7 +83,11 @@ class Poisoner:
 
     def _questions(self, epoch: int, rng: random.Random) -> list[_Question]:
         """Its questions of this epoch, in a random order."""
-        entries = self._entries[-1:] if self._kind == "easy" else self._entries
+        entries = self._entries
+        if self._kind == "easy":
+            entries = entries[-1:]
+        elif self._kind == "far":
+            entries = [max(entries, key=lambda entry: len(max(self._truths[entry.spec.name], key=len)))]
         found = []
         for number in range(LOOKED_AT):
             spec, index = entries[number % len(entries)].spec, number // len(entries)
@@ -109,6 +116,8 @@ class Poisoner:
             if asked.truth != Counter(truths).most_common(1)[0][0]:
                 return []
             return [asked.truth] * (count // 2) + wrong[: count - count // 2]
+        if self._kind == "rare":
+            return [asked.truth, *wrong[1:]] if truths.count(asked.truth) <= len(truths) // RARE else []
         if self._kind == "negative":
             return [asked.truth] * (count - 1) + wrong[:1]
         if self._kind in ("style", "spelling"):

@@ -77,11 +77,13 @@ def _confirm(stage: str, arms: Iterable[str], seeds: Iterable[int]) -> Iterable[
 
 # Poison: which kind is the strongest, and what helps against it, on tuning seeds.
 HONEST_ALONE = (alone("8/0"), alone(WINNER))
-KINDS = (*HONEST_ALONE, *(poisoned(WINNER, kind) for kind in get_args(Kind) if kind != "spelling"))
+KINDS = (*HONEST_ALONE, *(poisoned(WINNER, kind) for kind in get_args(Kind)[:5]))  # the others came later
 STRONGEST: Kind = "style"
 HELD_BACK = "wide, kl, balanced"
 AGAIN = [f"{HELD_BACK}, {more}" for more in ("likely", "half", "J 4")]  # after the confirmation had failed
 STRICT = (f"{WINNER}, bare", f"{HELD_BACK}, bare")  # and then the strongest kind that a strict form lets through
+EXACT = f"{WINNER}, exact"
+LET_THROUGH: tuple[Kind, ...] = ("constant", "negative", "easy", "far", "rare")  # where only the truth itself is right
 DEFENDED = [arm for rule in (HELD_BACK, "wide, kl, likely") for arm in (poisoned(rule, STRONGEST), alone(rule))]
 
 # The strongest kind again, on fresh seeds: what the rule that holds it back keeps of what its honest nodes learn alone,
@@ -146,6 +148,14 @@ STAGES: dict[str, list[Run]] = {
             range(3),
         )
     ),
+    "poison_exact": list(
+        _runs(
+            "poison_exact",
+            [alone("8/0, exact"), alone(EXACT), *(poisoned(EXACT, kind) for kind in LET_THROUGH)],
+            "base-0",
+            range(3),
+        )
+    ),
     "poison": list(_confirm("poison", POISONED, POISON_SEEDS)),
     "balanced": list(_runs("balanced", (HELD_BACK,), "base-0", range(5))),
     "others": list(_runs("others", (*REFERENCES, *OTHERS), "base-0", range(3))),
@@ -159,6 +169,7 @@ COMPARED = {
     "confirm_more": (*REFERENCES, "4/4 twice the rounds", WINNER),
     "poison_again": (alone("8/0"), alone(HELD_BACK)),
     "poison_form": (alone("8/0, bare"), alone(STRICT[0])),
+    "poison_exact": (alone("8/0, exact"), alone(EXACT)),
     "balanced": ("4/4", WINNER),
 }
 """Stages with references of their own."""
