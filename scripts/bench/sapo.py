@@ -170,12 +170,14 @@ def report(results: Path) -> None:
         if stage in BORROW:
             lent = tables.read(results / f"{BORROW[stage]}.csv")
             found = [one for one in lent if one.run.arm in references] + found
+        if stage == "start":  # nothing is learnt there: `dose` tells of it
+            continue
         click.echo(f"\n## {stage}\n")
         if len({one.run.lr for one in found}) > 1:
             click.echo(tables.rates(found) + "\n")
             continue  # arms at different rates are no arms to compare
         if stage == "dose":
-            click.echo(tables.by_base(found))
+            click.echo(tables.by_base(found, tables.read(results / "start.csv")))
             continue
         click.echo(tables.comparison(found, references))
         if stage in CLAIMS:

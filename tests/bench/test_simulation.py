@@ -18,7 +18,7 @@ from sapo import finished
 from simulation import processes, propagation
 from simulation.arms import ARMS, REPOSITORY, SECOND_BASE, Arm, mix
 from simulation.poison import Kind
-from simulation.report import begun_elsewhere, by_arm, claims, comparison, costs, equal_cost, ratio, read
+from simulation.report import begun_elsewhere, by_arm, by_base, claims, comparison, costs, equal_cost, ratio, read
 from simulation.stages import BASES, OTHERS, STAGES, TASK, TEACHERS, WINNER, Claim
 from simulation.swarm import Point, Run, Weights, execute, swarm
 
@@ -132,6 +132,23 @@ def test_results_come_back_from_their_file_and_unfinished_runs_do_not(tmp_path: 
     assert [line.split(" | ")[3] for line in told.splitlines()[2:]] == ["reached", "**not reached**", "not run yet"]
     assert told.splitlines()[2].endswith("| 2.00 | 2.00 |")
     assert "| a over b | 2.00 (2.00 to 2.00; 2 of 2 ahead) |" in equal_cost(results, [("a", "b")])
+
+
+def test_what_a_base_lets_expect_stands_beside_what_became_of_it(tmp_path: Path) -> None:
+    file, starts = tmp_path / "dose.csv", tmp_path / "start.csv"
+    for base, right, groups in (("strong", 0.5, 7.0), ("weak", 0.01, 1.0)):
+        for arm, scale in (("8/0", 0.01), ("4/4", 0.02)):
+            for seed in (0, 1):
+                write(file, Run("dose", arm, base, seed, 3e-4, 20), points(scale))
+            still = [
+                replace(one, reward_first=right, informative=groups * (1 if arm == "8/0" else 1.5))
+                for one in points(0.0)
+            ]
+            write(starts, Run("start", arm, base, 0, 0.0, 20), still)
+    weak, strong = by_base(read(file), read(starts)).splitlines()[2:]
+    assert weak == "| weak | 0.010 | 0.100 | 0.200 | 2.00 (2.00 to 2.00; 2 of 2 ahead) | 1.0, 1.5 | 1.50 | 4.00 |"
+    assert strong.startswith("| strong | 0.500 |")
+    assert strong.endswith("| 7.0, 10.5 | 1.50 | 1.00 |")
 
 
 def test_arms_are_compared_on_the_same_weights_only(tmp_path: Path) -> None:

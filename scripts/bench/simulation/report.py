@@ -148,32 +148,29 @@ def equal_cost(results: Sequence[Result], pairs: Iterable[tuple[str, str]]) -> s
     return "\n".join(lines)
 
 
-def by_base(results: Sequence[Result]) -> str:
+def by_base(results: Sequence[Result], starts: Sequence[Result]) -> str:
     """Markdown: a line a base: where it starts, what both plain arms make of it, and what was to be expected.
 
-    Expected is the ratio of groups with an advantage in a training batch at the start, (I f + min(J, (N - 1) I f)) to
-    (I + J) f, with f = 1 - p^L - (1 - p)^L and p the start score: as if all tasks were alike.
+    `starts` are runs with a learning rate of 0: their first rewards say what a base can do, their training sets how
+    many groups have an advantage. Beside that count stands what the start score alone lets expect, as if all tasks were
+    alike: (I f + min(J, (N - 1) I f)) to (I + J) f, with f = 1 - p^L - (1 - p)^L, I = J = 4, N = L = 8.
     """
-    bases: dict[str, list[Result]] = defaultdict(list)
-    for one in results:
-        bases[one.run.base].append(one)
-    heads = [
-        "base",
-        "start score",
-        "area 8/0",
-        "area 4/4",
-        "4/4 over 8/0",
-        "informative groups at the start, 4/4 over 8/0",
-    ]
+    heads = ["base", "right at the start", "area 8/0", "area 4/4", "4/4 over 8/0"]
+    heads += ["groups with an advantage at the start: 8/0, 4/4", "4/4 over 8/0", "from the start score"]
     lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for base, found in sorted(bases.items(), key=lambda item: item[1][0].points[0]["held_out"]):
-        arms = by_arm(found)
-        start = fmean(one.points[0]["held_out"] for one in found)
-        f = 1 - start**8 - (1 - start) ** 8
+    scores = {one.run.base: one.last["reward_first"] for one in starts}
+    for base, p in sorted(scores.items(), key=lambda item: item[1]):
+        arms = by_arm([one for one in results if one.run.base == base])
+        still = by_arm([one for one in starts if one.run.base == base])
+        if not {"8/0", "4/4"} <= arms.keys() & still.keys():
+            continue
+        alone, shared = (fmean(one.last["informative"] for one in still[arm]) for arm in ("8/0", "4/4"))
+        f = 1 - p**8 - (1 - p) ** 8
         expected = (4 * f + min(4, 7 * 4 * f)) / (8 * f) if f else float("nan")
-        areas = [fmean(one.area for one in arms[arm]) if arm in arms else float("nan") for arm in ("8/0", "4/4")]
-        gain = ratio(arms.get("4/4", []), arms.get("8/0", []))
-        lines.append(f"| {base} | {start:.3f} | {areas[0]:.3f} | {areas[1]:.3f} | {gain or ''} | {expected:.2f} |")
+        areas = [f"{fmean(one.area for one in arms[arm]):.3f}" for arm in ("8/0", "4/4")]
+        cells = [base, f"{p:.3f}", *areas, str(ratio(arms["4/4"], arms["8/0"]) or "")]
+        cells += [f"{alone:.1f}, {shared:.1f}", f"{shared / alone:.2f}" if alone else "", f"{expected:.2f}"]
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 

@@ -130,6 +130,7 @@ STAGES: dict[str, list[Run]] = {
     "replay": list(_runs("replay", REPLAY, "base-0", range(5))),
     "confirm_more": list(_confirm("confirm_more", LACKED, LACKED_SEEDS)),
     "dose": [run for base in DOSES for run in _runs("dose", REFERENCES, base, range(3))],
+    "start": [Run("start", arm, base, 0, 0.0, 20) for base in ("base-0", *DOSES) for arm in REFERENCES],
     "poison_kinds": list(_runs("poison_kinds", KINDS, "base-0", range(3))),
     "poison_rules": list(_runs("poison_rules", DEFENDED, "base-0", range(3))),
     "poison_again": list(
@@ -171,6 +172,7 @@ COMPARED = {
     "poison_form": (alone("8/0, bare"), alone(STRICT[0])),
     "poison_exact": (alone("8/0, exact"), alone(EXACT)),
     "balanced": ("4/4", WINNER),
+    "others": (*REFERENCES, "8/0 specialised", "8/0 mixed"),
 }
 """Stages with references of their own."""
 BORROW = {
