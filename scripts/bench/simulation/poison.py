@@ -25,14 +25,15 @@ from sapo_node.tasks.base import TaskRefused, TaskSpec, is_eval_question, questi
 
 from .batches import signed
 
-Kind = Literal["constant", "style", "long", "negative", "easy", "spelling", "far", "rare"]
+Kind = Literal["constant", "style", "long", "negative", "easy", "spelling", "far", "rare", "single"]
 """constant: only questions to which a task's most frequent answer is right, against other answers. style: right answers
 in an odd form that the scorer takes, against wrong ones in the usual form. long: likewise, with as many blanks before
 the answer as can be written at all, so that one more cuts it. negative: one wrong answer among right ones, so that most
 of the gradient pushes away from a text that looks as it should. easy: one task only. spelling: as style, for receivers
 that want the bare answer: the answer itself is spelt in an odd way, where the task's scorer takes any. far: one task
 only, the one with the longest answers. rare: only questions whose answer is seldom right elsewhere, one right answer
-among wrong ones, so that its advantage is the largest."""
+among wrong ones, so that its advantage is the largest. single: only questions, of whatever task, to which one and the
+same text is right."""
 
 LOOKED_AT = 600  # questions a round among which it chooses
 RARE = 100  # a truth of at most one question in so many is rare
@@ -69,6 +70,7 @@ class Poisoner:
         self._seed = f"{seed}/{index}"
         self._entries = mixture.load(config.tasks).entries
         self._truths = {entry.spec.name: _truths(entry.spec) for entry in self._entries}
+        self._commonest = Counter(truth for truths in self._truths.values() for truth in truths).most_common(1)[0][0]
 
     def draw(self, round: int) -> Opened:
         """A full batch, as others receive it."""
@@ -116,6 +118,8 @@ class Poisoner:
             if asked.truth != Counter(truths).most_common(1)[0][0]:
                 return []
             return [asked.truth] * (count // 2) + wrong[: count - count // 2]
+        if self._kind == "single" and asked.truth != self._commonest:
+            return []
         if self._kind == "rare":
             return [asked.truth, *wrong[1:]] if truths.count(asked.truth) <= len(truths) // RARE else []
         if self._kind == "negative":

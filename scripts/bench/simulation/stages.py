@@ -83,7 +83,14 @@ HELD_BACK = "wide, kl, balanced"
 AGAIN = [f"{HELD_BACK}, {more}" for more in ("likely", "half", "J 4")]  # after the confirmation had failed
 STRICT = (f"{WINNER}, bare", f"{HELD_BACK}, bare")  # and then the strongest kind that a strict form lets through
 EXACT = f"{WINNER}, exact"
-LET_THROUGH: tuple[Kind, ...] = ("constant", "negative", "easy", "far", "rare")  # where only the truth itself is right
+LET_THROUGH: tuple[Kind, ...] = (
+    "constant",
+    "negative",
+    "easy",
+    "far",
+    "rare",
+    "single",
+)  # where only the truth itself is right
 DEFENDED = [arm for rule in (HELD_BACK, "wide, kl, likely") for arm in (poisoned(rule, STRONGEST), alone(rule))]
 
 # The strongest kind again, on fresh seeds: what the rule that holds it back keeps of what its honest nodes learn alone,
