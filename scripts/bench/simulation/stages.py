@@ -21,7 +21,7 @@ BASES = {f"base-{seed}": f"{MAKE} --seed {seed} --weaken-steps {WEAKENED}" for s
 BASES |= {SECOND_BASE: f"{MAKE} --family gpt_neox --seed 0 --weaken-steps {WEAKENED}"}
 
 # Dose-response: bases that can do less and more at the start.
-DOSES = {f"weak-{steps}": f"{MAKE} --seed 0 --weaken-steps {steps}" for steps in (50, 70, 90, 180)}
+DOSES = {f"weak-{steps}": f"{MAKE} --seed 0 --weaken-steps {steps}" for steps in (20, 30, 50, 70, 90, 180)}
 BASES |= DOSES
 
 # Propagation: teachers, which kept more right answers to one task.
