@@ -24,10 +24,14 @@ BASES |= {SECOND_BASE: f"{MAKE} --family gpt_neox --seed 0 --weaken-steps {WEAKE
 DOSES = {f"weak-{steps}": f"{MAKE} --seed 0 --weaken-steps {steps}" for steps in (20, 30, 50, 70, 90, 180)}
 BASES |= DOSES
 
-# Propagation: teachers, which kept more right answers to one task.
-TASK = "basic_arithmetic"
-TEACHERS = {0.6: "teacher-0.6", 1.0: "teacher-1.0"}
-BASES |= {name: f"{MAKE} --seed 0 --weaken-steps {WEAKENED} --keep {TASK}={share}" for share, name in TEACHERS.items()}
+# Propagation: teachers, which kept more right answers to one task, the one that the clean model masters. It takes more
+# steps to keep all of them: then a teacher is right in 0.96, after the usual number in 0.88.
+TASK = "binary_matrix"
+KEEPING = {0.6: WEAKENED, 1.0: 1000}  # steps by the share of right answers in the examples
+TEACHERS = {share: f"teacher-{TASK}-{share}" for share in KEEPING}
+BASES |= {
+    TEACHERS[share]: f"{MAKE} --seed 0 --weaken-steps {steps} --keep {TASK}={share}" for share, steps in KEEPING.items()
+}
 
 REFERENCES = ("8/0", "4/4")  # every arm is compared with these
 
