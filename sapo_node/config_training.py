@@ -106,9 +106,10 @@ class TrainingSection(Section):
     """likelihood: external completions that are less likely to this policy than its own are weigh less, by how much
     less likely a token is on average."""
 
-    external_balance: Literal["groups", "sources"] = "groups"
+    external_balance: Literal["groups", "sources", "answers"] = "groups"
     """sources: no peer (or network, see `rule`) pulls harder in a step than the median one, however many groups of it
-    are in the batch and however long they are."""
+    are in the batch and however long they are. answers: that, and groups with one right answer weigh together no more
+    than those with the median one."""
 
     lora_rank: Annotated[int, Field(ge=0, le=1024)] = 0
     """Rank of low-rank adapters (LoRA) on all linear layers; the model's own weights stay as they are. 0: all weights

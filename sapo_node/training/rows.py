@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sapo_node.config import InferenceSection, TrainingSection
+from sapo_node.tasks.base import answer_digest, extract_answer
 from sapo_node.training.advantages import advantages
 from sapo_node.training.base import Origin, TrainGroup
 from sapo_node.training.encoding import Untrainable
@@ -17,7 +18,7 @@ from sapo_node.training.scales import (
     LossMean,
     NegativeRule,
     completion_weight,
-    source_factors,
+    median_factors,
     stream_shares,
     token_scales,
 )
@@ -36,6 +37,7 @@ class Row:
     old: list[float] | None  # log-probs under the sampler; None: unknown
     advantage: float
     truncated: bool
+    answer: bytes = b""  # its digest
     weight: float = 0.0
     scale: float = 0.0  # of each token, so that the scaled losses sum up to the loss
     trained: bool = False  # whether it has a gradient, and so needs a forward pass
@@ -99,6 +101,7 @@ def _encode(
                 old=None if completion.logprobs is None else completion.logprobs[: len(tokens)],
                 advantage=advantage,
                 truncated=cut or completion.finish == "length",
+                answer=answer_digest(extract_answer(completion.text)),
             )
         )
     return rows
@@ -114,8 +117,12 @@ def weigh(rows: Sequence[Row], settings: TrainingSection, fixed_length: int) -> 
         )
         streams[row.origin].append(row)
     counts = {origin: float(len({row.group_id for row in stream})) for origin, stream in streams.items()}
-    if settings.external_balance == "sources":
-        counts["external"] *= _balance(streams["external"], settings.loss_mean)
+    if settings.external_balance != "groups":
+        pull = _pull(streams["external"], settings.loss_mean)
+        _balance_sources(streams["external"], settings.loss_mean)
+        if settings.external_balance == "answers":
+            _balance_answers(streams["external"])
+        counts["external"] *= _pull(streams["external"], settings.loss_mean) / (pull or 1.0)
     shares = stream_shares(counts, {"local": settings.local_weight, "external": settings.external_weight})
     for origin, stream in streams.items():
         scales = token_scales(
@@ -126,15 +133,36 @@ def weigh(rows: Sequence[Row], settings: TrainingSection, fixed_length: int) -> 
             row.trained = row.scale != 0.0 and (row.advantage != 0.0 or settings.kl_coef > 0)
 
 
-def _balance(stream: Sequence[Row], mean: LossMean) -> float:
-    """Lower the weights of rows whose source pulls harder than the median one; the share of the pull that is left."""
-    pulls: dict[str, float] = defaultdict(float)
+def _pull(rows: Sequence[Row], mean: LossMean) -> float:
+    """How hard rows pull together."""
+    return sum(row.weight * abs(row.advantage) * (1 if mean == "sequence" else len(row.tokens)) for row in rows)
+
+
+def _balance_answers(stream: Sequence[Row]) -> None:
+    """Lower the weights of groups with the same best answer, where they weigh together more than those with the median
+    one."""
+    best: dict[int, Row] = {}  # by group: the first of its best rows
     for row in stream:
-        pulls[row.source] += row.weight * abs(row.advantage) * (1 if mean == "sequence" else len(row.tokens))
-    factors = source_factors(pulls)
+        known = best.get(row.group_id)
+        if row.weight and row.advantage > (known.advantage if known else 0.0):
+            best[row.group_id] = row
+    weights: dict[bytes, float] = defaultdict(float)
+    for row in best.values():
+        weights[row.answer] += row.weight
+    factors = median_factors(weights)
+    for row in stream:
+        if row.group_id in best:
+            row.weight *= factors[best[row.group_id].answer]
+
+
+def _balance_sources(stream: Sequence[Row], mean: LossMean) -> None:
+    """Lower the weights of rows whose source pulls harder than the median one."""
+    sources: dict[str, list[Row]] = defaultdict(list)
+    for row in stream:
+        sources[row.source].append(row)
+    factors = median_factors({source: _pull(rows, mean) for source, rows in sources.items()})
     for row in stream:
         row.weight *= factors[row.source]
-    return sum(factors[source] * pull for source, pull in pulls.items()) / (sum(pulls.values()) or 1.0)
 
 
 def unfit(rows: Sequence[Row], skipped: dict[int, str]) -> dict[int, str]:

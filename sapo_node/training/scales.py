@@ -7,9 +7,11 @@ Names: C completions in the whole training batch.
 
 from collections.abc import Mapping, Sequence
 from statistics import median_low
-from typing import Literal
+from typing import Literal, TypeVar
 
 from sapo_node.training.base import Origin
+
+T = TypeVar("T")
 
 LossMean = Literal["token", "sequence", "fixed"]
 NegativeRule = Literal["keep", "drop", "downweight"]
@@ -47,16 +49,17 @@ def stream_shares(groups: Mapping[Origin, float], weights: Mapping[Origin, float
     return {origin: weights[origin] * count / total if total else 0.0 for origin, count in groups.items()}
 
 
-def source_factors(pulls: Mapping[str, float]) -> dict[str, float]:
-    """What the weights of each source's completions are multiplied with under `external_balance: sources`.
+def median_factors(pulls: Mapping[T, float]) -> dict[T, float]:
+    """What weights are multiplied with so that nobody pulls harder than usual (`training.external_balance`).
 
-    `pulls` says how hard each pulls: the sum of weight x |advantage| x tokens over its completions. Who pulls harder
-    than the median of those that pull at all (the lower one of two) is brought down to it. As long as more than half
-    of the sources are honest, theirs is the median, and a minority can neither raise it beyond what one of them does
-    nor have more of a step than its number. A rule of ours.
+    `pulls` says how hard each pulls. Who pulls harder than the median of those that pull at all (the lower one of two)
+    is brought down to it. With sources, whose pull is the sum of weight x |advantage| x tokens over their completions:
+    as long as more than half of them are honest, theirs is the median, and a minority can neither raise it beyond what
+    one of them does nor have more of a step than its number. With answers, whose pull is the weight of the
+    groups that teach them: what few peers repeat is one answer among many. A rule of ours.
     """
     usual = median_low([pull for pull in pulls.values() if pull] or [0.0])
-    return {source: min(1.0, usual / pull) if pull else 1.0 for source, pull in pulls.items()}
+    return {key: min(1.0, usual / pull) if pull else 1.0 for key, pull in pulls.items()}
 
 
 def token_scales(weights: Sequence[float], lengths: Sequence[int], mean: LossMean, fixed_length: int) -> list[float]:

@@ -3,7 +3,7 @@ import pytest
 from sapo_node.config import TrainingSection
 from sapo_node.training.base import Origin
 from sapo_node.training.rows import Row, weigh
-from sapo_node.training.scales import completion_weight, source_factors, stream_shares, token_scales
+from sapo_node.training.scales import completion_weight, median_factors, stream_shares, token_scales
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_each_stream_has_its_own_rule_for_negative_advantages(stream: Origin) ->
     ],
 )
 def test_no_source_pulls_harder_than_the_median(pulls: dict[str, float], expected: dict[str, float]) -> None:
-    assert source_factors(pulls) == pytest.approx(expected)
+    assert median_factors(pulls) == pytest.approx(expected)
 
 
 def external(source: str, number: int, tokens: int, advantage: float = 1.0) -> Row:
@@ -102,3 +102,31 @@ def test_what_is_taken_from_a_loud_source_is_not_given_to_its_stream() -> None:
     rows = [*local, external("a", 4, 1), external("b", 5, 1), *(external("loud", number, 1) for number in range(6, 16))]
     weigh(rows, settings, 16)
     assert sum(row.scale for row in local) == pytest.approx(4 / (4 + 12 * 3 / 12))  # three of twelve are left
+
+
+def test_what_many_groups_repeat_is_one_answer_among_many() -> None:
+    """Under `answers` groups that all teach one answer count together as much as the median answer's; a group's answer
+    is that of its best completion, and its worse ones go with it."""
+    settings = TrainingSection.model_validate({"external_balance": "answers", "external_negative": "keep"})
+    rows = []
+    for number in range(9):
+        answer = b"2" if number < 6 else bytes([number])
+        for advantage, said in ((1.0, answer), (-1.0, b"wrong")):
+            row = external(str(number % 9), number, 3, advantage)
+            row.answer = said
+            rows.append(row)
+    weigh(rows, settings, 16)
+    repeated, others = ([row.scale for row in rows if (row.group_id < 6) is many] for many in (True, False))
+    assert sum(repeated) == pytest.approx(sum(others) / 3)
+    assert len(set(repeated)) == 1
+
+
+def test_answers_are_balanced_after_sources() -> None:
+    settings = TrainingSection.model_validate({"external_balance": "answers"})
+    rows = [external("loud", number, 3) for number in range(4)] + [external("a", 4, 3), external("b", 5, 3)]
+    for row in rows:
+        row.answer = b"x" if row.source == "loud" else bytes([row.group_id])
+    weigh(rows, settings, 16)
+    pulls = {source: sum(row.scale for row in rows if row.source == source) for source in ("loud", "a", "b")}
+    assert pulls["a"] == pytest.approx(pulls["b"])
+    assert pulls["loud"] == pytest.approx(pulls["a"]), "and what was taken for the source is not taken again"

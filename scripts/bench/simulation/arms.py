@@ -76,6 +76,7 @@ TWICE = {"max_external_uses": 2}
 BALANCED = {"external_balance": "sources"}
 BARE = {"answer_form": "bare"}
 EXACT = {"answer_form": "exact"}
+ANSWERS = {"external_balance": "answers"}
 LIKELY = {"external_weighting": "likelihood"}
 
 
@@ -148,6 +149,7 @@ ARMS = {
         Arm(alone("8/0, exact"), mix(8, 0), tasks=EXACT, nodes=HONEST),
         *_with_poison("wide, kl, exact", wide(**KL), **EXACT),
         *_with_poison("wide, kl, balanced, exact", wide(**KL, **BALANCED), **EXACT),
+        *_with_poison("wide, kl, answers, exact", wide(**KL, **ANSWERS), **EXACT),
         # What else the number and the likeness of nodes do.
         Arm("pooled", mix(64, 0), {"shared_per_round": 0}, nodes=1),  # one policy takes the groups of all eight
         Arm("8/0 specialised", mix(8, 0), specialised=True),

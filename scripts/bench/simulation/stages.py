@@ -95,6 +95,7 @@ LET_THROUGH: tuple[Kind, ...] = (
     "rare",
     "single",
 )  # where only the truth itself is right
+ONE_ANSWER: Kind = "single"  # the strongest of them
 DEFENDED = [arm for rule in (HELD_BACK, "wide, kl, likely") for arm in (poisoned(rule, STRONGEST), alone(rule))]
 
 # The strongest kind again, on fresh seeds: what the rule that holds it back keeps of what its honest nodes learn alone,
@@ -168,6 +169,19 @@ STAGES: dict[str, list[Run]] = {
             range(3),
         )
     ),
+    "poison_answers": list(
+        _runs(
+            "poison_answers",
+            [
+                poisoned(f"{WINNER}, answers, exact", ONE_ANSWER),
+                alone(f"{WINNER}, answers, exact"),
+                poisoned(f"{HELD_BACK}, exact", ONE_ANSWER),
+                poisoned(f"{WINNER}, answers, exact", "easy"),
+            ],
+            "base-0",
+            range(3),
+        )
+    ),
     "poison": list(_confirm("poison", POISONED, POISON_SEEDS)),
     "balanced": list(_runs("balanced", (HELD_BACK,), "base-0", range(5))),
     "others": list(_runs("others", (*REFERENCES, *OTHERS), "base-0", range(3))),
@@ -182,6 +196,7 @@ COMPARED = {
     "poison_again": (alone("8/0"), alone(HELD_BACK)),
     "poison_form": (alone("8/0, bare"), alone(STRICT[0])),
     "poison_exact": (alone("8/0, exact"), alone(EXACT)),
+    "poison_answers": (alone("8/0, exact"), alone(EXACT)),
     "balanced": ("4/4", WINNER),
     "others": (*REFERENCES, "8/0 specialised", "8/0 mixed"),
 }
@@ -190,6 +205,7 @@ BORROW = {
     "controls": "rules",
     "balanced": "rules",
     "poison_rules": "poison_kinds",
+    "poison_answers": "poison_exact",
     "dose": "others",
     "confirm_more": "confirm",
 }
