@@ -100,6 +100,10 @@ DEFENDED = [arm for rule in (HELD_BACK, "wide, kl, likely") for arm in (poisoned
 
 # The strongest kind again, on fresh seeds: what the rule that holds it back keeps of what its honest nodes learn alone,
 # and of what each of them learns without any swarm.
+# The second try, on fresh seeds: only exact answers are right, groups that all teach one answer weigh as one, and the
+# poison is the strongest of the kinds that this lets through.
+HELD = f"{WINNER}, answers, exact"
+HELD_SEEDS = range(132, 148)
 POISONED = (*HONEST_ALONE, alone(HELD_BACK), poisoned(HELD_BACK, STRONGEST))
 POISON_SEEDS = range(116, 132)
 
@@ -125,6 +129,10 @@ CLAIMS: dict[str, tuple[Claim, ...]] = {
     "poison": (
         Claim(poisoned(HELD_BACK, STRONGEST), alone(HELD_BACK), "a quarter of poisoners, against none", 0.9),
         Claim(poisoned(HELD_BACK, STRONGEST), alone("8/0"), "a swarm with them, against no swarm", 1.0),
+    ),
+    "poison_held": (
+        Claim(poisoned(HELD, ONE_ANSWER), alone(HELD), "a quarter of poisoners, against none", 0.9),
+        Claim(poisoned(HELD, ONE_ANSWER), alone("8/0, exact"), "a swarm with them, against no swarm", 1.0),
     ),
 }
 
@@ -173,16 +181,17 @@ STAGES: dict[str, list[Run]] = {
         _runs(
             "poison_answers",
             [
-                poisoned(f"{WINNER}, answers, exact", ONE_ANSWER),
-                alone(f"{WINNER}, answers, exact"),
-                poisoned(f"{HELD_BACK}, exact", ONE_ANSWER),
-                poisoned(f"{WINNER}, answers, exact", "easy"),
+                *(poisoned(HELD, ONE_ANSWER), alone(HELD), poisoned(f"{HELD_BACK}, exact", ONE_ANSWER)),
+                poisoned(HELD, "easy"),
             ],
             "base-0",
             range(3),
         )
     ),
     "poison": list(_confirm("poison", POISONED, POISON_SEEDS)),
+    "poison_held": list(
+        _confirm("poison_held", (alone("8/0, exact"), alone(HELD), poisoned(HELD, ONE_ANSWER)), HELD_SEEDS)
+    ),
     "balanced": list(_runs("balanced", (HELD_BACK,), "base-0", range(5))),
     "others": list(_runs("others", (*REFERENCES, *OTHERS), "base-0", range(3))),
 }
@@ -197,6 +206,7 @@ COMPARED = {
     "poison_form": (alone("8/0, bare"), alone(STRICT[0])),
     "poison_exact": (alone("8/0, exact"), alone(EXACT)),
     "poison_answers": (alone("8/0, exact"), alone(EXACT)),
+    "poison_held": (alone("8/0, exact"), alone(HELD)),
     "balanced": ("4/4", WINNER),
     "others": (*REFERENCES, "8/0 specialised", "8/0 mixed"),
 }
