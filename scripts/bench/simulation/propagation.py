@@ -112,7 +112,7 @@ def table(trials: Mapping[Trial, list[Level]]) -> str:
     """Markdown: a line a variant."""
     variants: dict[str, list[list[Level]]] = defaultdict(list)
     for trial, levels in trials.items():
-        variants[trial.variant].append(levels)
+        variants[f"{trial.variant}, {trial.rounds} rounds"].append(levels)
     lines = [
         "| variant | runs | rounds until the others can do it | others at the end | worst of them |",
         "|---" * 5 + "|",

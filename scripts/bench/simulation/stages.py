@@ -226,3 +226,4 @@ DRAWN = ("rules", "confirm")  # stages of which `report` draws the curves
 # 5. Propagation.
 VARIANTS: tuple[Variant, ...] = ("teacher", "perfect teacher", "no teacher", "alone", "removed")
 TRIALS = [Trial(variant, TASK, seed, RATE, ROUNDS) for seed in range(3) for variant in VARIANTS]
+TRIALS += [Trial("perfect teacher", TASK, seed, RATE, 3 * ROUNDS) for seed in range(3)]  # never, or only later?
