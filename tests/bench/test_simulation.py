@@ -276,7 +276,7 @@ def test_trials_of_propagation_come_back_from_their_file(tmp_path: Path) -> None
     found = propagation.read(file)
     assert list(found.values())[1] == levels
     assert [propagation.crossing(one) for one in found.values()] == [None, 10]
-    assert "| removed | 2 | never, 10 | 0.20 | 0.00 |" in propagation.table(found)
+    assert "| removed, 20 rounds | 2 | never, 10 | 0.20 | 0.00 |" in propagation.table(found)
 
 
 def test_an_arm_runs_as_real_processes_and_its_curve_comes_back(tmp_path: Path) -> None:
