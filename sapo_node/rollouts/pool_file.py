@@ -44,7 +44,7 @@ ALTER TABLE groups ADD COLUMN teaches INTEGER NOT NULL DEFAULT 1; -- 0: nothing 
 CREATE INDEX groups_by_question ON groups (producer, question_sha256)
 """
 _THIRD: Final = """
-ALTER TABLE groups ADD COLUMN answer BLOB NOT NULL DEFAULT x''; -- digest of the best completion's, empty where it is unknown
+ALTER TABLE groups ADD COLUMN answer BLOB NOT NULL DEFAULT x''; -- digest of the best completion's, empty: unknown
 """
 _STEPS: Final = (_FIRST, _SECOND, _THIRD)  # from each version of the file to the next
 

@@ -27,10 +27,11 @@ TEMPLATE_SECONDS = 10.0
 
 
 MAX_TOKEN_CHARS = 64
-"""Characters a token stands for at most, as far as a text is read; runs of blanks in large vocabularies come near."""
+"""Characters a token stands for at most, as far as a text is read, unless the vocabulary has longer ones; runs of
+blanks in large vocabularies come near."""
 
 PIECE_CHARS = 4
-"""Characters that are read at once for each token of the limit, to see whether a text is too long. With fewer, usual
+"""Characters that are read first for each token of the limit, to see whether a text is too long. With fewer, usual
 texts that fit would be encoded twice; with more, a stranger's text costs more before it is given up."""
 
 
@@ -49,6 +50,7 @@ class Encoder:
         self.notes: list[str] = []
         special = {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
         special |= dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+        self._longest = max(MAX_TOKEN_CHARS, *map(len, tokenizer.get_vocab()))
         self._control_texts = sorted(special.values())
         self._control_ids = {*special, eos_token_id} - {tokenizer.unk_token_id}  # unknown text is still only text
         with _within(TEMPLATE_SECONDS):
@@ -104,17 +106,19 @@ class Encoder:
     def beginning(self, text: str, limit: int) -> list[int] | None:
         """Up to `limit` tokens of a text that has more; None where it has to be encoded as a whole to know.
 
-        A stranger's text may be long for nothing, so its end is not read. It is encoded piece by piece, up to where the
-        pieces have twice as many tokens: each may have a few more than its part of the whole.
+        A stranger's text may be long for nothing, so its end is not read. Beginnings of it are encoded, each twice as
+        long as the one before, up to one that has far too many tokens: its cut may go through a token, which then
+        becomes as many as it has characters.
         """
-        size, tokens = PIECE_CHARS * limit, list[int]()
-        if len(text) <= size:
+        read, tokens = PIECE_CHARS * limit, list[int]()
+        if len(text) <= read:
             return None
-        for start in range(0, min(len(text), MAX_TOKEN_CHARS * limit), size):
-            tokens += self.completion(text[start : start + size], "length")
-            if len(tokens) > 2 * limit:
-                return tokens[:limit]
-        return tokens[:limit] if len(text) > MAX_TOKEN_CHARS * limit else None
+        while len(tokens) <= 2 * limit + self._longest:
+            tokens = self.completion(text[:read], "length")
+            if read >= min(len(text), self._longest * limit):
+                return tokens[:limit] if len(text) > self._longest * limit else None
+            read *= 2
+        return tokens[:limit]
 
     def decode(self, token_ids: Sequence[Sequence[int]]) -> list[str]:
         """Texts of completions, without special tokens and otherwise exactly as the tokens spell them."""

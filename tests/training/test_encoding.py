@@ -1,12 +1,16 @@
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
+import sapo_node
 from sapo_node.training import encoding
 from sapo_node.training.encoding import Encoder, Untrainable
 from tests.tiny import TEMPLATE, make_tokenizer
 
+ASSETS = Path(sapo_node.__file__).parent / "assets"
 END, USER, ASSISTANT = 0, 1, 2
 
 
@@ -121,7 +125,21 @@ def test_a_text_that_is_too_long_is_known_by_its_beginning(head: str) -> None:
     assert cut
     assert len(tokens) == LIMIT
     assert coder.decode([tokens])[0] == (head + "?!" * 16_000)[: len(coder.decode([tokens])[0])]
-    assert counting.read <= len(head) + 2 * encoding.PIECE_CHARS * LIMIT
+    far_too_many = len(head) + 2 * LIMIT + encoding.MAX_TOKEN_CHARS  # characters: of the junk each is a token
+    assert counting.read <= encoding.PIECE_CHARS * LIMIT + 4 * far_too_many, "each beginning is twice the one before"
+
+
+def test_a_text_of_long_tokens_is_not_too_long_because_a_cut_goes_through_one() -> None:
+    """The embedded models have tokens of whole sentences."""
+    tokenizer = AutoTokenizer.from_pretrained(ASSETS / "benchmark")
+    coder = Encoder(tokenizer, tokenizer.eos_token_id)
+    asked = (
+        "Your task is to convert a number between two different bases.\n\nIf the target base is > 10, use lowercase "
+    )
+    asked += "letters a-z for digits above 9.\n\nNow, convert the base-4 number 20 to base-7\n"
+    tokens = len(coder.completion(asked, "length"))
+    assert tokens < len(asked) / (2 * encoding.PIECE_CHARS)
+    assert coder.beginning(asked, tokens) is None
 
 
 def test_a_text_is_whole_up_to_the_limit_however_many_characters_it_has() -> None:

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from sapo_node.inference.base import SamplingParams
 from sapo_node.training import checkpoint
 from sapo_node.training.base import TrainCompletion, TrainGroup
-from sapo_node.training.encoding import PIECE_CHARS
+from sapo_node.training.encoding import MAX_TOKEN_CHARS, PIECE_CHARS
 from sapo_node.training.policy import load_policy, make_policy
 from sapo_node.training.rows import Row
 from sapo_node.training.trainer import Trainer
@@ -231,11 +231,11 @@ def test_texts_that_do_not_fit_are_read_no_further_than_it_takes_to_know(monkeyp
     junk = "?!" * 16_000
     limit = one.inference.max_completion_tokens
     assert set(one.unfit([group(number, texts=[junk] * 4) for number in range(3)])) == {0, 1, 2}
-    assert sum(read) <= 3 * 4 * 2 * PIECE_CHARS * limit
+    assert sum(read) <= 3 * 4 * 4 * (PIECE_CHARS * limit + MAX_TOKEN_CHARS)
     read.clear()
     asked = msgspec.structs.replace(group(4), question=junk)
     assert "its prompt has" in one.unfit([asked])[4]
-    assert sum(read) <= 2 * PIECE_CHARS * one.max_prompt
+    assert sum(read) <= 4 * (PIECE_CHARS * one.max_prompt + MAX_TOKEN_CHARS)
 
 
 def test_external_completions_of_any_length_are_bounded() -> None:
