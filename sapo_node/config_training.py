@@ -42,9 +42,9 @@ class TrainingSection(Section):
     """How external groups are chosen. paper: uniform over those with non-zero advantage. capped: with a share cap a
     network, half of J for peers known for a day, and dedupe by question; for swarms that anyone may join."""
 
-    strategy: Literal["uniform", "learnability", "coverage", "novelty", "answers"] = "uniform"
-    """Weight of a usable external group under `capped`: equal, p(1-p), evenly over tasks, that times the share of own
-    answers to the task that are wrong, or evenly over tasks and then over the right answers to each."""
+    strategy: Literal["uniform", "learnability", "coverage", "novelty"] = "uniform"
+    """Weight of a usable external group under `capped`: equal, p(1-p), evenly over tasks, or that times the share of
+    own answers to the task that are wrong."""
 
     local_zero_advantage: Literal["keep", "refill", "resample"] = "keep"
     """Own groups whose rewards are all equal: keep them (paper), replace by external ones, or sample others."""

@@ -40,7 +40,7 @@ from sapo_node.rollouts.pool_file import Lane, PoolError
 from sapo_node.rollouts.schema import Group, TaskRef
 from sapo_node.rollouts.stored import pack_completions, unpack_completions
 from sapo_node.swarm.protocol import EPOCH_SECONDS, MAX_AGE_SECONDS, MAX_EPOCHS_AHEAD, MAX_INDEX, digest, epoch_of
-from sapo_node.tasks.base import TaskSpec, answer_digest, extract_answer
+from sapo_node.tasks.base import TaskSpec
 from sapo_node.training.base import Origin, TrainCompletion, TrainGroup
 from sapo_node.training.sapo import Candidate, informative
 
@@ -351,20 +351,13 @@ def _insert(
         "question": group.question,
         "completions": pack_completions(group.completions),
         "teaches": group.teaches and informative(group.rewards),
-        "answer": _best_answer(group),
     }
     places = ", ".join(f":{name}" for name in row)
     return db.execute(f"INSERT INTO groups ({', '.join(row)}) VALUES ({places})", row).lastrowid or 0
 
 
-def _best_answer(group: NewGroup) -> bytes:
-    """Digest of the answer in the first of the completions with the highest reward; empty where there is none."""
-    best = max(range(len(group.rewards)), key=group.rewards.__getitem__, default=None)
-    return b"" if best is None else answer_digest(extract_answer(group.completions[best].text))
-
-
 def _candidates(db: sqlite3.Connection, where: str, values: tuple[float, ...], now: float) -> list[Candidate]:
-    columns = "id, producer, name, question_sha256, rewards, drawn_at, uses, first_drawn, answer"
+    columns = "id, producer, name, question_sha256, rewards, drawn_at, uses, first_drawn"
     rows = db.execute(f"SELECT {columns} FROM groups WHERE {where}", values)
     return [
         Candidate(
@@ -376,9 +369,8 @@ def _candidates(db: sqlite3.Connection, where: str, values: tuple[float, ...], n
             age_seconds=max(0.0, now - drawn),
             uses=uses,
             first_drawn=bool(first_drawn),
-            answer=answer,
         )
-        for group_id, producer, name, question_sha256, rewards, drawn, uses, first_drawn, answer in rows
+        for group_id, producer, name, question_sha256, rewards, drawn, uses, first_drawn in rows
     ]
 
 

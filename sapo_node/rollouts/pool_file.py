@@ -15,7 +15,7 @@ from sapo_node.errors import SapoError
 T = TypeVar("T")
 
 APPLICATION_ID: Final = 0x5341504F  # "SAPO", in the file's header: tells our file from another program's
-SCHEMA_VERSION: Final = 3
+SCHEMA_VERSION: Final = 2
 
 MAX_WAITING: Final = 64  # jobs handed to a thread; further callers wait their turn in the event loop
 JOB_SECONDS: Final = 60.0  # a disk that has not answered by then will not
@@ -43,10 +43,7 @@ _SECOND: Final = """
 ALTER TABLE groups ADD COLUMN teaches INTEGER NOT NULL DEFAULT 1; -- 0: nothing can be learnt from it
 CREATE INDEX groups_by_question ON groups (producer, question_sha256)
 """
-_THIRD: Final = """
-ALTER TABLE groups ADD COLUMN answer BLOB NOT NULL DEFAULT x''; -- digest of the best completion's, empty: unknown
-"""
-_STEPS: Final = (_FIRST, _SECOND, _THIRD)  # from each version of the file to the next
+_STEPS: Final = (_FIRST, _SECOND)  # from each version of the file to the next
 
 
 class PoolError(SapoError):

@@ -57,7 +57,6 @@ class Candidate(Struct, frozen=True, kw_only=True):
     uses: int = 0  # rounds that trained on it
     first_drawn: bool = True  # False for own groups drawn to fill a shortage or to replace others
     source: str = ""  # network of the producer, as this node sees it; empty: the producer counts by itself
-    answer: bytes = b""  # digest of its best completion's
     aged: bool = False  # whether this node has known the producer's work for a day
 
     @property
@@ -133,14 +132,6 @@ def coverage(candidates: Sequence[Candidate], own: OwnRewards) -> list[float]:
     return [1.0 / of_task[candidate.task] for candidate in candidates]
 
 
-def answers(candidates: Sequence[Candidate], own: OwnRewards) -> list[float]:
-    """Evenly over tasks, then over the right answers to a task, then over the groups with one: a rare answer weighs as
-    much as one that a few peers send again and again."""
-    of_answer = Counter((candidate.task, candidate.answer) for candidate in candidates)
-    of_task = Counter(task for task, _ in of_answer)
-    return [1.0 / of_task[one.task] / of_answer[one.task, one.answer] for one in candidates]
-
-
 def novelty(candidates: Sequence[Candidate], own: OwnRewards) -> list[float]:
     """As `coverage`, times the share of own answers to the task that are wrong: what others can do and we cannot."""
     weights = coverage(candidates, own)
@@ -154,7 +145,6 @@ STRATEGIES: Final[dict[str, Strategy]] = {
     "uniform": uniform,
     "learnability": learnability,
     "coverage": coverage,
-    "answers": answers,
     "novelty": novelty,
 }
 

@@ -489,23 +489,6 @@ def test_a_file_of_the_first_version_goes_on(path: Path) -> None:
     with_pool(path, nothing)
 
 
-def test_a_group_is_known_by_the_answer_of_its_best_completion(path: Path) -> None:
-    texts = ["<answer>Two</answer>", "3", "t w o"]
-    completions = [TrainCompletion(text=text, finish="stop") for text in texts]
-
-    async def use(pool: Pool) -> None:
-        groups = [
-            new_group(index, completions=completions, rewards=rewards)
-            for index, rewards in enumerate(([1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 1.0]))
-        ]
-        await pool.add_external("peer", bytes(32), groups, NOW)
-        found = {one.rewards: one.answer for one in await pool.external_candidates(NOW)}
-        first, second, third = (found[tuple(one.rewards)] for one in groups)
-        assert first == third != second
-
-    with_pool(path, use)
-
-
 def test_the_file_stays_within_its_bytes(path: Path) -> None:
     limit = 1 << 20
     text = TrainCompletion(text="x" * 20_000, finish="stop")

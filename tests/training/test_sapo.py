@@ -12,7 +12,6 @@ from sapo_node.config import RolloutsSection, TrainingSection
 from sapo_node.training.sapo import (
     Candidate,
     RoundPlan,
-    answers,
     coverage,
     informative,
     learnability,
@@ -70,7 +69,7 @@ trainings = st.builds(
     local_groups=st.integers(1, 6),
     external_groups=st.integers(0, 12),
     rule=st.sampled_from(["paper", "capped"]),
-    strategy=st.sampled_from(["uniform", "learnability", "coverage", "novelty", "answers"]),
+    strategy=st.sampled_from(["uniform", "learnability", "coverage", "novelty"]),
     local_zero_advantage=st.sampled_from(["keep", "refill", "resample"]),
     on_shortage=st.sampled_from(["local", "fewer", "wait"]),
 )
@@ -248,14 +247,6 @@ def test_coverage_gives_a_rare_task_as_much_as_a_common_one() -> None:
     external = [*(group(i, task="common") for i in range(9)), group(9, task="rare")]
     weights = coverage(external, {})
     assert weights[9] == pytest.approx(sum(weights[:9]))
-
-
-def test_an_answer_that_is_sent_again_and_again_weighs_as_one() -> None:
-    sent = [(b"2", "gcd")] * 8 + [(b"3", "gcd"), (b"5", "gcd"), (b"2", "rare")]
-    external = [group(i, task=task, answer=answer) for i, (answer, task) in enumerate(sent)]
-    weights = answers(external, {})
-    assert sum(weights[:8]) == pytest.approx(weights[8]) == pytest.approx(weights[9])
-    assert weights[10] == pytest.approx(sum(weights[:10])), "tasks weigh alike"
 
 
 def test_learnability_survives_rewards_that_hardly_differ() -> None:

@@ -76,14 +76,13 @@ TWICE = {"max_external_uses": 2}
 BALANCED = {"external_balance": "sources"}
 BARE = {"answer_form": "bare"}
 EXACT = {"answer_form": "exact"}
-SPREAD = {"strategy": "answers"}
 ANSWERS = {"external_balance": "answers"}
 LIKELY = {"external_weighting": "likelihood"}
 
 
 def wide(external: int = 12, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """The settings of `wide`, for `training` and `rollouts`, and what else an arm sets."""
-    return mix(4, external, **(DROP | REFILL | COVERAGE | more)), TWICE
+    return mix(4, external, **DROP, **REFILL, **COVERAGE, **more), TWICE
 
 
 HONEST = 6  # nodes beside two poisoners, and by themselves to compare with
@@ -151,7 +150,6 @@ ARMS = {
         *_with_poison("wide, kl, exact", wide(**KL), **EXACT),
         *_with_poison("wide, kl, balanced, exact", wide(**KL, **BALANCED), **EXACT),
         *_with_poison("wide, kl, answers, exact", wide(**KL, **ANSWERS), **EXACT),
-        *_with_poison("wide, kl, spread, exact", wide(**KL, **ANSWERS, **SPREAD), **EXACT),
         # What else the number and the likeness of nodes do.
         Arm("pooled", mix(64, 0), {"shared_per_round": 0}, nodes=1),  # one policy takes the groups of all eight
         Arm("8/0 specialised", mix(8, 0), specialised=True),

@@ -95,13 +95,13 @@ LET_THROUGH: tuple[Kind, ...] = (
     "rare",
     "single",
 )  # where only the truth itself is right
-ANSWERS = f"{WINNER}, answers, exact"
 ONE_ANSWER: Kind = "single"  # the strongest of them
-# The second try, on fresh seeds: only exact answers are right, groups that all teach one answer weigh as one and are
-# chosen as one, and the poison is the strongest of the kinds that this lets through.
-HELD = f"{WINNER}, spread, exact"
-HELD_SEEDS = range(132, 148)
 DEFENDED = [arm for rule in (HELD_BACK, "wide, kl, likely") for arm in (poisoned(rule, STRONGEST), alone(rule))]
+
+# The second try, on fresh seeds: only exact answers are right, groups that all teach one answer weigh as one, and the
+# poison is the strongest of the kinds that this lets through.
+HELD = f"{WINNER}, answers, exact"
+HELD_SEEDS = range(132, 148)
 
 # The strongest kind again, on fresh seeds: what the rule that holds it back keeps of what its honest nodes learn alone,
 # and of what each of them learns without any swarm.
@@ -182,9 +182,8 @@ STAGES: dict[str, list[Run]] = {
         _runs(
             "poison_answers",
             [
-                *(poisoned(ANSWERS, ONE_ANSWER), alone(ANSWERS), poisoned(ANSWERS, "easy")),
-                poisoned(f"{HELD_BACK}, exact", ONE_ANSWER),
-                *(poisoned(HELD, ONE_ANSWER), alone(HELD)),
+                *(poisoned(HELD, ONE_ANSWER), alone(HELD), poisoned(f"{HELD_BACK}, exact", ONE_ANSWER)),
+                poisoned(HELD, "easy"),
             ],
             "base-0",
             range(3),
