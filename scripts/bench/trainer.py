@@ -15,12 +15,13 @@ settings they run with are in `contenders` below, why they are the fastest in do
 
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -81,6 +82,10 @@ def contenders(rows: Sequence[int], warm: bool = True) -> list[Entry]:
     ]
 
 
+class OutOfMemory(Exception):
+    """A contender needs more memory than there is; the message is for the table."""
+
+
 class Child:
     """A contender's process."""
 
@@ -107,9 +112,16 @@ def child(python: Path, entry: Entry, job: Path, log: Path) -> Iterator[Child]:
     if entry.library == "ours":
         environment["PYTHONPATH"] = os.pathsep.join([here, str(Path(here).parents[1])])
     command = [python, "-m", "trainer_bench.child", entry.library, job]
+    most = available_bytes()
     with log.open("w") as errors:
         process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, env=environment, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            env=environment,
+            text=True,
+            preexec_fn=partial(limit_memory, most),
         )
     try:
         one = Child(process)
@@ -117,7 +129,10 @@ def child(python: Path, entry: Entry, job: Path, log: Path) -> Iterator[Child]:
             one.ask()
             yield one
         except click.ClickException as error:
-            raise click.ClickException(f"{entry.name}: {error.message}\n{log.read_text()[-4000:]}") from error
+            told = log.read_text()[-4000:]
+            if any(text in told for text in ("can't allocate memory", "MemoryError")):
+                raise OutOfMemory(f"needs more than the {most / (1 << 30):.0f} GiB that are free here") from error
+            raise click.ClickException(f"{entry.name}: {error.message}\n{told}") from error
     finally:
         process.kill()
         process.wait()
@@ -154,16 +169,43 @@ def measure(what: Workload, cache: Path, flat_groups: int, entries: Sequence[Ent
         if what.alone:
             for _ in range(what.repeats):
                 for start, into in zip(starts, measured, strict=True):
-                    with start() as one:
-                        turns([(one, into)], 1, 0, flat_groups)
-                        if not into.error_max:
-                            into.compare(workload.compared(batches["all"], one.ask("logprobs all")), exact)
+                    if not into.failed:
+                        by_itself(start, into, flat_groups, batches, exact)
             return measured
         pairs = [(stack.enter_context(start()), into) for start, into in zip(starts, measured, strict=True)]
         turns(pairs, what.repeats, 1, flat_groups)
         for one, into in pairs:
             into.compare(workload.compared(batches["all"], one.ask("logprobs all")), exact)
     return measured
+
+
+def by_itself(
+    start: Callable[[], AbstractContextManager[Child]],
+    into: Measured,
+    flat_groups: int,
+    batches: dict[str, Any],
+    exact: Sequence[float],
+) -> None:
+    """One repetition of a contender whose process ends after it."""
+    try:
+        with start() as one:
+            turns([(one, into)], 1, 0, flat_groups)
+            if not into.error_max:
+                into.compare(workload.compared(batches["all"], one.ask("logprobs all")), exact)
+    except OutOfMemory as error:
+        into.failed = str(error)
+    click.echo(f"{into.name}: {into.failed or f'{into.cpu_seconds[-1]:.1f} CPU s'}", err=True)
+
+
+def available_bytes() -> int:
+    """Memory that a contender may have: nine tenths of what is free, so that it fails and nobody else is killed."""
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024 * 9 // 10
+
+
+def limit_memory(most: int) -> None:
+    """Let this process fail beyond so many bytes."""
+    resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def turns(pairs: Sequence[tuple[Child, Measured]], repeats: int, warm_ups: int, flat_groups: int) -> None:

@@ -2,6 +2,7 @@
 
 import csv
 import random
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ SCRIPTS = str(Path(__file__).parents[2] / "scripts" / "bench")
 def _scripts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.syspath_prepend(SCRIPTS)
     yield
-    for name in [name for name in sys.modules if name.split(".")[0] == "trainer_bench"]:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("trainer", "trainer_bench")]:
         del sys.modules[name]
 
 
@@ -42,7 +43,7 @@ def test_goals_that_are_missed_are_told() -> None:
     from trainer_bench.report import goals
 
     lines = goals([measured("ours", [1.0]), measured("trl x", [1.4], 250), measured("genrl minibatch 64", [6.0], 150)])
-    assert [line.startswith("reached") for line in lines] == [True, False, True, False, True]
+    assert [line.startswith("reached") for line in lines] == [True, False, False, True, True]
 
 
 def test_a_warm_up_counts_for_memory_alone() -> None:
@@ -59,6 +60,34 @@ def test_a_file_has_one_line_a_repetition(tmp_path: Path) -> None:
     write(tmp_path / "raw.csv", [(what, [measured("ours", [1.0, 2.0])])])
     with (tmp_path / "raw.csv").open() as file:
         assert [row["cpu_seconds"] for row in csv.DictReader(file)] == ["1.0", "2.0"]
+
+
+def test_who_does_not_fit_into_memory_is_named_and_has_no_figures(tmp_path: Path) -> None:
+    from trainer_bench.report import goals, table, write
+
+    large = measured("genrl minibatch 64", [])
+    large.failed = "needs more than the 20 GiB that are free here"
+    everyone = [measured("ours", [1.0, 1.0]), measured("trl x", [2.0, 2.0], 250), large]
+    assert large.failed in table(everyone)
+    assert [line.split()[0] for line in goals(everyone)] == ["left", "reached", "reached", "reached"]
+    write(tmp_path / "raw.csv", [({"model": "m", "questions": "node", "shape": "full"}, everyone)])
+    with (tmp_path / "raw.csv").open() as file:
+        assert [row["failed"] for row in csv.DictReader(file)] == ["", "", "", "", large.failed]
+
+
+def test_a_contender_fails_beyond_its_memory_and_nobody_is_killed() -> None:
+    import trainer
+
+    ended = subprocess.run(
+        [sys.executable, "-c", "bytearray(1 << 30)"],
+        preexec_fn=lambda: trainer.limit_memory(1 << 28),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "MemoryError" in ended.stderr
+    assert 1 << 28 < trainer.available_bytes() < 1 << 50
 
 
 @pytest.mark.parametrize(("left", "ids"), [(True, [[0, 7], [8, 9]]), (False, [[7, 0], [8, 9]])])
