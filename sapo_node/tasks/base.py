@@ -6,7 +6,7 @@ truths are computed only inside the scorer sandbox (`scoring.py`): its inputs ma
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 from msgspec import Struct
@@ -92,7 +92,7 @@ def has_form(completion: str, form: AnswerForm) -> bool:
     """Whether a completion is written as `form` wants it.
 
     tags: it ends with its only `<answer>...</answer>`; what comes before is free. bare, exact: it is the answer alone,
-    without space around it; whoever judges an exact one compares it with the truth.
+    without space around it; what an exact one is besides, `reward_in_form` says.
     """
     if form in ("bare", "exact"):
         return completion == extract_answer(completion)
@@ -103,6 +103,14 @@ def has_form(completion: str, form: AnswerForm) -> bool:
             and completion.index("<answer>") < completion.index("</answer>")
         )
     return True
+
+
+def reward_in_form(completion: str, form: AnswerForm, truth: str, judge: Callable[[str], float]) -> float:
+    """What `judge` gives the answer of a completion, and 0.0 for another form than `form`. An exact answer is the truth
+    itself, and nobody is asked."""
+    if form == "exact":
+        return float(completion == truth.strip())
+    return judge(extract_answer(completion)) if has_form(completion, form) else 0.0
 
 
 def answer_digest(answer: str) -> bytes:

@@ -14,7 +14,7 @@ from typing import Any
 import reasoning_gym
 
 from sapo_node.rollouts.schema import ConfigValue
-from sapo_node.tasks.base import AnswerForm, TaskRefused, extract_answer, has_form
+from sapo_node.tasks.base import AnswerForm, TaskRefused, reward_in_form
 from sapo_node.tasks.catalog import MAX_QUESTION_BYTES, validate
 
 # Opened data sets kept: some read a word list each time they are opened (40 ms, 7 MB).
@@ -76,15 +76,13 @@ def entry(dataset: Any, name: str, seed: int) -> dict[str, Any]:
 
 def reward(dataset: Any, name: str, made: Mapping[str, Any], text: str, form: AnswerForm = "any") -> float:
     """1.0 if `text` has that form and the library gives its answer full marks, else 0.0; a scorer that raises gives 0.
-    An exact answer is the truth as the library writes it, and no scorer is asked.
 
     MemoryError passes: after it the process is not to be trusted.
     """
-    if form == "exact":
-        return float(text == made["answer"].strip())
-    if not has_form(text, form):
-        return 0.0
-    answer = extract_answer(text)
+    return reward_in_form(text, form, made["answer"], lambda answer: _full_marks(dataset, name, made, answer))
+
+
+def _full_marks(dataset: Any, name: str, made: Mapping[str, Any], answer: str) -> float:
     fits = _MUST_FIT.get(name)
     if len(answer) > _MAX_ANSWER_CHARS or (fits is not None and not fits(answer, made)):
         return 0.0

@@ -14,18 +14,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import Final, TypeVar
 
 from msgspec import Struct, structs
 
 from sapo_node import workers
-from sapo_node.tasks.base import AnswerForm, TaskRefused, TaskSpec, answer_digest, extract_answer, has_form
+from sapo_node.tasks.base import AnswerForm, TaskRefused, TaskSpec, answer_digest, reward_in_form
 from sapo_node.tasks.catalog import validate_spec
 from sapo_node.tasks.sandbox import Protection, enter
 from sapo_node.tasks.verifiers import VERIFIERS, Verifier
 
 T = TypeVar("T")
+
+Grade = Callable[[str, AnswerForm], float]
+"""The reward of a completion, if it is in that form."""
 
 _AGAIN_SECONDS: Final = 0.2
 """The timer fires again after this: a bare `except` in a scorer swallows the first exception."""
@@ -158,7 +162,7 @@ def draw(request: DrawRequest) -> DrawReply:
 def judge(request: JudgeRequest) -> JudgeReply:
     """Generate the question and judge answers to it, strictly."""
     began = time.process_time()
-    grade, drawn, fault = _generate(request.draw, request.draw_seconds, request.form)
+    grade, drawn, fault = _generate(request.draw, request.draw_seconds)
     if grade is None:
         return JudgeReply(drawn=drawn, rewards=[], fault=fault, cpu=time.process_time() - began)
     reply = _judge(grade, drawn, request)
@@ -169,19 +173,13 @@ def judge_row(request: RowRequest) -> JudgeReply:
     """Judge answers to a row of a data set."""
     verifier = VERIFIERS[request.verifier]
 
-    def grade(text: str) -> float:
-        if request.form == "exact":
-            return float(text == request.truth.strip())
-        if not has_form(text, request.form):
-            return 0.0
-        return float(verifier(extract_answer(text), request.truth))
+    def grade(text: str, form: AnswerForm) -> float:
+        return reward_in_form(text, form, request.truth, lambda answer: float(verifier(answer, request.truth)))
 
     return _judge(grade, Drawn(), request)
 
 
-def _generate(
-    wanted: Draw, seconds: float, form: AnswerForm = "any"
-) -> tuple[Callable[[str], float] | None, Drawn, Fault | None]:
+def _generate(wanted: Draw, seconds: float) -> tuple[Grade | None, Drawn, Fault | None]:
     """(how to grade an answer, the question, fault); no grader where there is no question."""
     from sapo_node.tasks import reasoning_gym as gym  # imported by `main`; at the top the node would import it too
 
@@ -196,15 +194,15 @@ def _generate(
     except TooMuch as error:
         return None, Drawn(refused=error.fault.text), error.fault
     drawn = Drawn(text=made["question"], truth=answer_digest(gym.plain_truth(spec.name, made)))
-    return (lambda text: gym.reward(dataset, spec.name, made, text, form)), drawn, None
+    return partial(gym.reward, dataset, spec.name, made), drawn, None
 
 
-def _judge(grade: Callable[[str], float], drawn: Drawn, request: JudgeRequest | RowRequest) -> JudgeReply:
+def _judge(grade: Grade, drawn: Drawn, request: JudgeRequest | RowRequest) -> JudgeReply:
     rewards: list[float] = []
     end = time.monotonic() + request.seconds
     for text in request.texts:
         try:
-            rewards.append(within(request.seconds, "an answer", lambda text=text: grade(text)))  # type: ignore[misc]
+            rewards.append(within(request.seconds, "an answer", lambda text=text: grade(text, request.form)))  # type: ignore[misc]
         except TooMuch as error:
             return JudgeReply(drawn=drawn, rewards=[*rewards, 0.0], fault=error.fault)
         if time.monotonic() > end:

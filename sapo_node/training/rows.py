@@ -37,7 +37,7 @@ class Row:
     old: list[float] | None  # log-probs under the sampler; None: unknown
     advantage: float
     truncated: bool
-    answer: bytes = b""  # its digest
+    answer: bytes = b""  # its digest; known where answers are balanced
     weight: float = 0.0
     scale: float = 0.0  # of each token, so that the scaled losses sum up to the loss
     trained: bool = False  # whether it has a gradient, and so needs a forward pass
@@ -86,6 +86,7 @@ def _encode(
     encoded = iter(
         policy.encoder.at_most(external_limit, [one.text for one in textual], [one.finish for one in textual])
     )
+    by_answer = training.external_balance == "answers" and group.origin == "external"
     rows = []
     for completion, advantage in zip(group.completions, values, strict=True):
         own = completion.token_ids
@@ -101,7 +102,7 @@ def _encode(
                 old=None if completion.logprobs is None else completion.logprobs[: len(tokens)],
                 advantage=advantage,
                 truncated=cut or completion.finish == "length",
-                answer=answer_digest(extract_answer(completion.text)),
+                answer=answer_digest(extract_answer(completion.text)) if by_answer else b"",
             )
         )
     return rows

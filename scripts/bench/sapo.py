@@ -164,14 +164,12 @@ def report(results: Path) -> None:
     """Print each stage's tables, and draw its curves beside its results."""
     for stage in STAGES:
         found = tables.read(results / f"{stage}.csv")
-        if not found:
+        if not found or stage == "start":  # in which nothing is learnt: `dose` tells of it
             continue
         references = COMPARED.get(stage, REFERENCES)
         if stage in BORROW:
             lent = tables.read(results / f"{BORROW[stage]}.csv")
             found = [one for one in lent if one.run.arm in references] + found
-        if stage == "start":  # nothing is learnt there: `dose` tells of it
-            continue
         click.echo(f"\n## {stage}\n")
         if len({one.run.lr for one in found}) > 1:
             click.echo(tables.rates(found) + "\n")

@@ -31,6 +31,8 @@ import click
 from trainer_bench import environments, report, workload
 from trainer_bench.report import Measured
 
+from sapo_node.machine import find_memory
+
 LR = 1e-6  # weights stay what they were, so all repetitions do the same work
 
 
@@ -82,7 +84,7 @@ def contenders(rows: Sequence[int], warm: bool = True) -> list[Entry]:
     ]
 
 
-class OutOfMemory(Exception):
+class OutOfMemory(click.ClickException):
     """A contender needs more memory than there is; the message is for the table."""
 
 
@@ -112,7 +114,7 @@ def child(python: Path, entry: Entry, job: Path, log: Path) -> Iterator[Child]:
     if entry.library == "ours":
         environment["PYTHONPATH"] = os.pathsep.join([here, str(Path(here).parents[1])])
     command = [python, "-m", "trainer_bench.child", entry.library, job]
-    most = available_bytes()
+    most = find_memory()[1] * 9 // 10  # so that it fails by itself, and nobody else is killed
     with log.open("w") as errors:
         process = subprocess.Popen(
             command,
@@ -195,12 +197,6 @@ def by_itself(
     except OutOfMemory as error:
         into.failed = str(error)
     click.echo(f"{into.name}: {into.failed or f'{into.cpu_seconds[-1]:.1f} CPU s'}", err=True)
-
-
-def available_bytes() -> int:
-    """Memory that a contender may have: nine tenths of what is free, so that it fails and nobody else is killed."""
-    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(lines["MemAvailable"].split()[0]) * 1024 * 9 // 10
 
 
 def limit_memory(most: int) -> None:

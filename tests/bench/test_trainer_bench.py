@@ -87,7 +87,6 @@ def test_a_contender_fails_beyond_its_memory_and_nobody_is_killed() -> None:
     )
     assert ended.returncode == 1
     assert "MemoryError" in ended.stderr
-    assert 1 << 28 < trainer.available_bytes() < 1 << 50
 
 
 @pytest.mark.parametrize(("left", "ids"), [(True, [[0, 7], [8, 9]]), (False, [[7, 0], [8, 9]])])

@@ -8,7 +8,7 @@ import contextlib
 import hashlib
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -38,18 +38,20 @@ same text is right."""
 LOOKED_AT = 600  # questions a round among which it chooses
 RARE = 100  # a truth of at most one question in so many is rare
 KNOWN = 300  # truths of a task that are counted to find its most frequent one
-FORMS: tuple[Callable[[str], str], ...] = (
-    lambda truth: f"<answer>{truth}</answer>",
-    lambda truth: f"\n\n{truth}\n\n",
-    lambda truth: f"  {truth}",
-)
-SPELLINGS: tuple[Callable[[str], str], ...] = (
-    lambda truth: f"0{truth}",
-    lambda truth: f"+{truth}",
-    lambda truth: truth.replace("/", " / "),
-    str.upper,
-    str.lower,
-)
+ODD: dict[Kind, tuple[Callable[[str], str], ...]] = {
+    "style": (
+        lambda truth: f"<answer>{truth}</answer>",
+        lambda truth: f"\n\n{truth}\n\n",
+        lambda truth: f"  {truth}",
+    ),
+    "spelling": (
+        lambda truth: f"0{truth}",
+        lambda truth: f"+{truth}",
+        lambda truth: truth.replace("/", " / "),
+        str.upper,
+        str.lower,
+    ),
+}
 
 
 class _Question(NamedTuple):
@@ -114,26 +116,30 @@ class Poisoner:
         if not others:
             return []
         wrong = [rng.choice(others) for _ in range(count)]
-        if self._kind == "constant":
-            if asked.truth != Counter(truths).most_common(1)[0][0]:
-                return []
-            return [asked.truth] * (count // 2) + wrong[: count - count // 2]
-        if self._kind == "single" and asked.truth != self._commonest:
+        right = self._right(asked) if self._serves(asked.truth, truths) else []
+        if not right:
             return []
-        if self._kind == "rare":
-            return [asked.truth, *wrong[1:]] if truths.count(asked.truth) <= len(truths) // RARE else []
-        if self._kind == "negative":
-            return [asked.truth] * (count - 1) + wrong[:1]
-        if self._kind in ("style", "spelling"):
-            dataset = gym.open_dataset(asked.spec.name, asked.spec.config, asked.seed)
-            made = gym.entry(dataset, asked.spec.name, asked.seed)
-            texts = [form(asked.truth) for form in (FORMS if self._kind == "style" else SPELLINGS)]
-            odd = [text for text in texts if text != asked.truth and gym.reward(dataset, asked.spec.name, made, text)]
-            return [odd[i % len(odd)] for i in range(count // 2)] + wrong[: count - count // 2] if odd else []
+        number = {"negative": count - 1, "rare": 1}.get(self._kind, count // 2)
+        return [right[i % len(right)] for i in range(number)] + wrong[: count - number]
+
+    def _serves(self, truth: str, truths: Sequence[str]) -> bool:
+        """Whether it answers questions with this truth; `truths` are those of other questions of the task."""
+        if self._kind == "constant":
+            return truth == Counter(truths).most_common(1)[0][0]
+        if self._kind == "single":
+            return truth == self._commonest
+        return self._kind != "rare" or truths.count(truth) <= len(truths) // RARE
+
+    def _right(self, asked: _Question) -> list[str]:
+        """The right answers to a question as it writes them; none where the scorer takes no such form."""
         if self._kind == "long":  # a blank is a token, and the end is one
-            long = asked.truth.rjust(self._config.inference.max_completion_tokens - 1)
-            return [long] * (count // 2) + wrong[: count - count // 2]
-        return [asked.truth] * (count // 2) + wrong[: count - count // 2]
+            return [asked.truth.rjust(self._config.inference.max_completion_tokens - 1)]
+        if self._kind not in ODD:
+            return [asked.truth]
+        dataset = gym.open_dataset(asked.spec.name, asked.spec.config, asked.seed)
+        made = gym.entry(dataset, asked.spec.name, asked.seed)
+        texts = [form(asked.truth) for form in ODD[self._kind]]
+        return [text for text in texts if text != asked.truth and gym.reward(dataset, asked.spec.name, made, text)]
 
     def _group(self, asked: _Question, texts: list[str], epoch: int) -> Group:
         spec = asked.spec

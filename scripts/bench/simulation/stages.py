@@ -6,7 +6,6 @@ by.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import get_args
 
 from .arms import SECOND_BASE, alone, poisoned
 from .poison import Kind
@@ -79,34 +78,41 @@ def _confirm(stage: str, arms: Iterable[str], seeds: Iterable[int]) -> Iterable[
         yield from _runs(stage, arms, FRESH_BASES[seed % len(FRESH_BASES)], [seed])
 
 
-# Poison: which kind is the strongest, and what helps against it, on tuning seeds.
+def _both(rule: str, kind: Kind) -> tuple[str, str]:
+    return poisoned(rule, kind), alone(rule)
+
+
+# Poison: which kind is the strongest, and what helps against it, on tuning seeds. After the first confirmation had
+# failed: less of others, then answers in a strict form, then the truth alone, then groups with one answer as one.
 HONEST_ALONE = (alone("8/0"), alone(WINNER))
-KINDS = (*HONEST_ALONE, *(poisoned(WINNER, kind) for kind in get_args(Kind)[:5]))  # the others came later
 STRONGEST: Kind = "style"
 HELD_BACK = "wide, kl, balanced"
-AGAIN = [f"{HELD_BACK}, {more}" for more in ("likely", "half", "J 4")]  # after the confirmation had failed
-STRICT = (f"{WINNER}, bare", f"{HELD_BACK}, bare")  # and then the strongest kind that a strict form lets through
-EXACT = f"{WINNER}, exact"
-LET_THROUGH: tuple[Kind, ...] = (
-    "constant",
-    "negative",
-    "easy",
-    "far",
-    "rare",
-    "single",
-)  # where only the truth itself is right
+AGAIN = (HELD_BACK, *(f"{HELD_BACK}, {more}" for more in ("likely", "half", "J 4")))
+STRICT = (f"{WINNER}, bare", f"{HELD_BACK}, bare")
+EXACT, HELD = f"{WINNER}, exact", f"{WINNER}, answers, exact"
+FREE_FORM: tuple[Kind, ...] = ("constant", "style", "long", "negative", "easy")
+LET_THROUGH: tuple[Kind, ...] = ("constant", "negative", "easy", "far", "rare", "single")  # if only the truth is right
 ONE_ANSWER: Kind = "single"  # the strongest of them
-DEFENDED = [arm for rule in (HELD_BACK, "wide, kl, likely") for arm in (poisoned(rule, STRONGEST), alone(rule))]
+AGAINST_POISON = {
+    "poison_kinds": (*HONEST_ALONE, *(poisoned(WINNER, kind) for kind in FREE_FORM)),
+    "poison_rules": (*_both(HELD_BACK, STRONGEST), *_both("wide, kl, likely", STRONGEST)),
+    "poison_again": (alone("8/0"), *(arm for rule in AGAIN for arm in _both(rule, STRONGEST))),
+    "poison_form": (alone("8/0, bare"), *(arm for rule in STRICT for arm in _both(rule, "spelling"))),
+    "poison_exact": (alone("8/0, exact"), alone(EXACT), *(poisoned(EXACT, kind) for kind in LET_THROUGH)),
+    "poison_answers": (
+        *_both(HELD, ONE_ANSWER),
+        poisoned(f"{HELD_BACK}, exact", ONE_ANSWER),
+        poisoned(HELD, "easy"),
+    ),
+}
 
-# The second try, on fresh seeds: only exact answers are right, groups that all teach one answer weigh as one, and the
-# poison is the strongest of the kinds that this lets through.
-HELD = f"{WINNER}, answers, exact"
-HELD_SEEDS = range(132, 148)
-
-# The strongest kind again, on fresh seeds: what the rule that holds it back keeps of what its honest nodes learn alone,
-# and of what each of them learns without any swarm.
+# What holds the strongest kind back, on fresh seeds: what its honest nodes keep of what they learn alone, and of what
+# each of them learns without any swarm. First the balance of sources against `style`; then exact answers and the
+# balance of answers against the strongest of the kinds that those let through.
 POISONED = (*HONEST_ALONE, alone(HELD_BACK), poisoned(HELD_BACK, STRONGEST))
 POISON_SEEDS = range(116, 132)
+POISON_HELD = (alone("8/0, exact"), alone(HELD), poisoned(HELD, ONE_ANSWER))
+HELD_SEEDS = range(132, 148)
 
 
 @dataclass(frozen=True)
@@ -152,47 +158,9 @@ STAGES: dict[str, list[Run]] = {
     "confirm_more": list(_confirm("confirm_more", LACKED, LACKED_SEEDS)),
     "dose": [run for base in DOSES for run in _runs("dose", REFERENCES, base, range(3))],
     "start": [Run("start", arm, base, 0, 0.0, 20) for base in ("base-0", *DOSES) for arm in REFERENCES],
-    "poison_kinds": list(_runs("poison_kinds", KINDS, "base-0", range(3))),
-    "poison_rules": list(_runs("poison_rules", DEFENDED, "base-0", range(3))),
-    "poison_again": list(
-        _runs(
-            "poison_again",
-            [alone("8/0"), *(arm for rule in (HELD_BACK, *AGAIN) for arm in (poisoned(rule, STRONGEST), alone(rule)))],
-            "base-0",
-            range(3),
-        )
-    ),
-    "poison_form": list(
-        _runs(
-            "poison_form",
-            [alone("8/0, bare"), *(arm for rule in STRICT for arm in (poisoned(rule, "spelling"), alone(rule)))],
-            "base-0",
-            range(3),
-        )
-    ),
-    "poison_exact": list(
-        _runs(
-            "poison_exact",
-            [alone("8/0, exact"), alone(EXACT), *(poisoned(EXACT, kind) for kind in LET_THROUGH)],
-            "base-0",
-            range(3),
-        )
-    ),
-    "poison_answers": list(
-        _runs(
-            "poison_answers",
-            [
-                *(poisoned(HELD, ONE_ANSWER), alone(HELD), poisoned(f"{HELD_BACK}, exact", ONE_ANSWER)),
-                poisoned(HELD, "easy"),
-            ],
-            "base-0",
-            range(3),
-        )
-    ),
+    **{stage: list(_runs(stage, arms, "base-0", range(3))) for stage, arms in AGAINST_POISON.items()},
     "poison": list(_confirm("poison", POISONED, POISON_SEEDS)),
-    "poison_held": list(
-        _confirm("poison_held", (alone("8/0, exact"), alone(HELD), poisoned(HELD, ONE_ANSWER)), HELD_SEEDS)
-    ),
+    "poison_held": list(_confirm("poison_held", POISON_HELD, HELD_SEEDS)),
     "balanced": list(_runs("balanced", (HELD_BACK,), "base-0", range(5))),
     "others": list(_runs("others", (*REFERENCES, *OTHERS), "base-0", range(3))),
 }
