@@ -23,7 +23,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -53,6 +53,7 @@ from sapo_node.training.trainer import MICRO_BATCH_SECONDS, Make, Trainer
 
 RANK_MODULE: Final = "sapo_node.training.rank_worker"
 START_SECONDS: Final = 300.0  # of a rank: torch is imported, by all at once
+LOST_SECONDS: Final = 5.0  # until the thread that watches sees that a rank is gone; it looks every second
 COLLECTIVE_SECONDS: Final = 2 * MICRO_BATCH_SECONDS  # ranks wait for the slowest; the stage's deadline comes first
 RANK, SIZE = "RANK", "WORLD_SIZE"  # variables of a rank's environment, named as torchrun names them
 
@@ -388,7 +389,7 @@ class Followers:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, the others wait for what rank 0 will not do
             traceback.print_exc()
-            workers.give_up(f"rank 0 failed in '{method}': {type(error).__name__}: {error}")
+            workers.give_up(_lost(calls) or f"rank 0 failed in '{method}': {type(error).__name__}: {error}")
         self._wait(calls, seconds)
 
     def close(self) -> None:
@@ -407,8 +408,19 @@ class Followers:
             call.result(timeout=seconds)
 
 
+def _lost(calls: Sequence["Future[Nothing]"]) -> str:
+    """What ended another rank, empty if nothing did. Rank 0 may hear of it first, from the connection that broke."""
+    done, _ = wait(calls, timeout=LOST_SECONDS, return_when=FIRST_EXCEPTION)
+    return next(filter(None, map(_failure, done)), "")
+
+
 def _check(call: "Future[Nothing]") -> None:
     """Runs in the thread that watches: rank 0 itself may wait for the lost one, and would for long."""
+    if failure := _failure(call):
+        workers.give_up(failure)
+
+
+def _failure(call: "Future[Nothing]") -> str:
+    """Why an ended call failed; empty if it did not, or as rank 0 does."""
     error = None if call.cancelled() else call.exception()
-    if error is not None and not isinstance(error, workers.Refused):
-        workers.give_up(str(error))
+    return "" if error is None or isinstance(error, workers.Refused) else str(error) or type(error).__name__

@@ -1,7 +1,10 @@
 """Two processes on one CPU, with gloo, against one process."""
 
+import asyncio
 import os
+import re
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,9 @@ from safetensors.torch import load_file
 from sapo_node.config import TrainingSection
 from sapo_node.inference.base import SamplingParams
 from sapo_node.inference.transformers import TransformersEngine
+from sapo_node.training import parallel
 from sapo_node.training.base import LoadRequest, ShareRequest, StepResult, TrainCompletion, TrainGroup
+from sapo_node.training.parallel import Followers
 from sapo_node.training.remote import RemoteTrainer
 from sapo_node.workers import CallFailed, Refused, Worker, WorkerDied
 from tests.tiny import write_model
@@ -103,6 +108,36 @@ def test_two_ranks_have_the_curve_of_one_and_its_checkpoints(tmp_path: Path) -> 
         for name, tensor in one.items():
             if tensor.is_floating_point():
                 assert float((tensor - two[name]).abs().max()) < 1e-4, name
+
+
+@pytest.mark.parametrize(
+    ("lost", "told"), [(True, "rank 1 is gone"), (False, "rank 0 failed in 'step': OSError: reset")]
+)
+def test_a_broken_connection_is_put_down_to_the_rank_that_was_lost(
+    lost: bool, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 may see its connection break before anybody sees that the other process ended."""
+
+    class Other:
+        async def call(self, *_: Any, **__: Any) -> None:
+            await asyncio.sleep(0.2 if lost else 1.5)
+            if lost:
+                raise WorkerDied("rank 1 is gone")
+
+        async def stop(self) -> None:
+            pass
+
+    def give_up(reason: str) -> None:
+        if threading.current_thread() is threading.main_thread():
+            raise SystemExit(reason)
+
+    monkeypatch.setattr(parallel.workers, "give_up", give_up)
+    monkeypatch.setattr(parallel, "LOST_SECONDS", 10.0 if lost else 0.2)
+    followers: Any = Followers(1)
+    followers._workers = [Other()]
+    with pytest.raises(SystemExit, match=re.escape(told)), followers.follow("step", None, 5.0):
+        raise OSError("reset")
+    followers.close()
 
 
 @pytest.mark.slow
