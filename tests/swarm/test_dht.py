@@ -410,12 +410,19 @@ async def start_dht(loopback: Any, name: str, first: Node | None, **options: Any
 
 async def start_swarm(loopback: Any, names: str, **options: Any) -> list[Node]:
     nodes: list[Node] = []
-    for name in names:
-        nodes.append(await start_dht(loopback, name, nodes[0] if nodes else None, **options))
-    async with asyncio.timeout(10):  # who called a node enters its table only after answering a ping
-        while not all(node.dht.neighbours() == len(names) - 1 for node in nodes):
-            await asyncio.sleep(0.02)
+    async with asyncio.timeout(30):
+        for name in names:
+            nodes.append(await start_dht(loopback, name, nodes[0] if nodes else None, **options))
+            # Who called a node enters its table only after answering a ping; one that joins before that is not told.
+            await has_neighbours(nodes[0], len(nodes) - 1)
+        for node in nodes:
+            await has_neighbours(node, len(names) - 1)
     return nodes
+
+
+async def has_neighbours(node: Node, count: int) -> None:
+    while node.dht.neighbours() != count:
+        await asyncio.sleep(0.02)
 
 
 def signers(envelopes: list[bytes]) -> list[bytes]:
