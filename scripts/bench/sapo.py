@@ -136,7 +136,7 @@ def run_propagation(results: Path, workers: int, bases: Path) -> None:
 
 
 @cli.command("processes")
-@click.option("--repeats", default=2, show_default=True, help="Runs an arm.")
+@click.option("--repeats", default=12, show_default=True, help="Runs an arm.")
 @in_folder
 @click.pass_obj
 def run_processes(results: Path, repeats: int, bases: Path) -> None:
@@ -187,7 +187,7 @@ def report(results: Path) -> None:
         if stage in DRAWN:
             draw(found, results / stage)
     if real := processes.read(results / "processes.csv"):
-        click.echo(f"\n## real processes\n\n{processes.table(real, tables.read(results / 'others.csv'))}")
+        click.echo(f"\n## real processes\n\n{processes.table(real, tables.read(results / 'replay.csv'))}")
     if trials := spread.read(results / "propagation.csv"):
         click.echo(f"\n## propagation of {TASK}\n\n{spread.table(trials)}")
 
