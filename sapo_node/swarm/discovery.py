@@ -19,6 +19,43 @@ RECENT_EPOCHS: Final = 2
 """Epochs that are read. Nodes rewrite their announcement in each epoch, so older ones hold nothing more."""
 
 
+USELESS_HINTS: Final = 300
+FLOOD_SECONDS: Final = 10.0
+"""So many hints without news in this time are a flood. Honest nodes send one in REWRITE_SECONDS each: 64 of them, whose
+hints all come after the DHT has told the same, stay below. Each message costs p2pd a signature check and is passed on,
+before this node sees it: the way to pay no more for them is not to subscribe."""
+
+QUIET_SECONDS: Final = 30.0
+MAX_QUIET_SECONDS: Final = 960.0
+"""How long a node does without hints after a flood: the first time, and at most, doubling while each time is soon
+followed by the next flood. Until then announcements come by the DHT, some seconds later."""
+
+
+class HintFlood:
+    """Whether hints are worth what they cost. `tick` comes from a monotonic clock."""
+
+    def __init__(self) -> None:
+        self._useless = 0
+        self._since = -math.inf  # of the window in which they are counted
+        self._quiet = QUIET_SECONDS
+        self._back = -math.inf  # since when there are hints again
+
+    def useless(self, tick: float) -> bool:
+        """A hint told nothing; returns whether they are a flood by now."""
+        if tick - self._since >= FLOOD_SECONDS:
+            self._useless, self._since = 0, tick
+        self._useless += 1
+        return self._useless >= USELESS_HINTS
+
+    def quiet(self, tick: float) -> float:
+        """A flood: seconds to do without hints."""
+        soon = tick - self._back < 2 * self._quiet
+        self._quiet = min(MAX_QUIET_SECONDS, 2 * self._quiet) if soon else QUIET_SECONDS
+        self._back = tick + self._quiet
+        self._useless = 0
+        return self._quiet
+
+
 class AnnouncePlan:
     """When the announcement is written next: after a publish, at most every REWRITE_SECONDS, and in each new epoch
     while a batch is young enough to be listed.

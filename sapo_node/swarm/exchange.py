@@ -32,7 +32,7 @@ from sapo_node.swarm import fetch, protocol
 from sapo_node.swarm.addresses import reach
 from sapo_node.swarm.catalogue import Catalogue, Via, Wanted
 from sapo_node.swarm.dht import SwarmDHT
-from sapo_node.swarm.discovery import REWRITE_SECONDS, AnnouncePlan, Shard, choose_shards
+from sapo_node.swarm.discovery import REWRITE_SECONDS, AnnouncePlan, HintFlood, Shard, choose_shards
 from sapo_node.swarm.fetch import FetchFailed, FetchServer, Shelf
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError
@@ -95,6 +95,7 @@ class ExchangeStats:
     hints_in: int = 0
     hints_out: int = 0
     hints_dropped: int = 0
+    hint_floods: int = 0
     announcements_in: int = 0
     announcements_out: int = 0
     announcements_invalid: int = 0
@@ -342,34 +343,49 @@ class Exchange:
         return news
 
     async def _hint_loop(self) -> None:
-        """Listen to announcements pushed by others. A lost subscription is taken up again."""
+        """Listen to announcements pushed by others, but not to a flood. A lost subscription is taken up again."""
+        flood = HintFlood()
         while True:
+            pause = RESUBSCRIBE_SECONDS
             try:
-                subscription = self._network.subscribe(protocol.hint_topic(self._swarm))
-                async with aclosing(subscription) as hints:
-                    async for sender, data in hints:
-                        self._take_hint(sender, data)
+                if await self._listen(flood):
+                    pause = flood.quiet(time.monotonic())
+                    self.stats.hint_floods += 1
+                    log.warning(
+                        "a flood of hints that tell nothing: for %.0f s announcements come by the DHT alone", pause
+                    )
             except NetworkError as error:
                 log.debug("the subscription to hints ended: %s", error)
-            await asyncio.sleep(RESUBSCRIBE_SECONDS)
+            await asyncio.sleep(pause)
 
-    def _take_hint(self, sender: str, data: bytes) -> None:
-        if not self._hint_rate.take(sender, time.monotonic()) or not self._welcome_now(sender):
+    async def _listen(self, flood: HintFlood) -> bool:
+        """Take hints until they are a flood. Raises NetworkError when the subscription is lost."""
+        async with aclosing(self._network.subscribe(protocol.hint_topic(self._swarm))) as hints:
+            async for sender, data in hints:
+                if not self._take_hint(sender, data) and flood.useless(time.monotonic()):
+                    return True
+        return False
+
+    def _take_hint(self, sender: str, data: bytes) -> bool:
+        """Take note of a pushed announcement; True if it is news."""
+        if not data or not self._hint_rate.take(sender, time.monotonic()) or not self._welcome_now(sender):
             self.stats.hints_dropped += 1
-            return
+            return False
         heard = self._hear(data)
         if heard is None:
-            return
+            return False
         public_key, a = heard
         if peer_id_from_public_key(public_key) != sender:  # everyone pushes their own only
             self.stats.hints_dropped += 1
-            return
+            return False
         if a.prefix != shard_prefix(public_key, a.epoch, a.k):
             self.stats.announcements_invalid += 1
-            return
+            return False
         self.stats.hints_in += 1
-        if self._note(data, public_key, a, "hint") and a.batches:
+        news = self._note(data, public_key, a, "hint")
+        if news and a.batches:
             self._fetch_now.set()
+        return news
 
     # Fetching
 

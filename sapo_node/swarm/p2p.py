@@ -413,7 +413,8 @@ class Network:
         await self._ask(f"publish to {topic}", CALL_SECONDS, type=p2pd_pb2.Request.PUBSUB, pubsub=request)
 
     async def subscribe(self, *topics: str) -> AsyncGenerator[tuple[str, bytes], None]:
-        """Hints of others on `topics`, as (sender's peer id, data). Signed by the sender and checked by p2pd.
+        """Hints of others on `topics`, as (sender's peer id, data). Signed by the sender and checked by p2pd. One that
+        is too large, or a denied peer's, comes as empty: it has cost something all the same.
 
         At most `MAX_QUEUED_HINTS` wait; then the oldest is dropped. Raises `NetworkError` when p2pd is gone.
         """
@@ -447,8 +448,9 @@ class Network:
             while True:
                 message = p2pd_pb2.PSMessage.FromString(await read_message(reader, MAX_CONTROL_BYTES))
                 sender = base58.b58encode(getattr(message, "from")).decode()
-                if sender != self.peer_id and not self.denied(sender) and len(message.data) <= MAX_HINT_BYTES:
-                    waiting.append((sender, message.data))
+                if sender != self.peer_id:
+                    fits = len(message.data) <= MAX_HINT_BYTES and not self.denied(sender)
+                    waiting.append((sender, message.data if fits else b""))
                     arrived.set()
         except (OSError, EOFError) as error:
             return f"p2pd ended the subscription ({type(error).__name__})"

@@ -4,6 +4,7 @@ import asyncio
 import random
 import time
 from collections import deque
+from collections.abc import AsyncGenerator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,10 @@ from sapo_node.config import SwarmSection
 from sapo_node.identity import Identity
 from sapo_node.rollouts import codec
 from sapo_node.rollouts.schema import Announcement, Listing
-from sapo_node.swarm import protocol
+from sapo_node.swarm import discovery, protocol
 from sapo_node.swarm.catalogue import BACKOFF_SECONDS, MAX_BACKOFF_SECONDS, Catalogue
-from sapo_node.swarm.exchange import Exchange
+from sapo_node.swarm.discovery import HintFlood
+from sapo_node.swarm.exchange import AUTO_PUSH_PEERS, Exchange
 from sapo_node.swarm.hivemind_light import p2pd_pb2
 from sapo_node.swarm.p2p import MAX_HINT_BYTES, MAX_QUEUED_HINTS, Network
 from sapo_node.swarm.peers import PeerBook
@@ -124,6 +126,62 @@ def test_hints_of_many_identities_keep_no_known_peer_from_being_heard(
     assert exchange.peers_known() == [sender.peer_id]
 
 
+class Flooded:
+    """A network in which an endless flood of empty hints comes in, and that counts the subscriptions to it."""
+
+    def __init__(self) -> None:
+        self.subscribed = self.heard = 0
+
+    async def subscribe(self, *topics: str) -> AsyncGenerator[tuple[str, bytes], None]:
+        self.subscribed += 1
+        while True:
+            await asyncio.sleep(0)
+            self.heard += 1
+            yield "peer", b""
+
+
+def test_a_node_does_not_listen_to_a_flood(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hope: one peer gossips junk, and the p2pd of every node checks each signature and passes it on."""
+    flooded = Flooded()
+    monkeypatch.setattr(exchange, "_network", flooded)
+
+    async def listen_to(floods: int) -> None:
+        listening = asyncio.create_task(exchange._hint_loop())
+        async with asyncio.timeout(10):
+            while exchange.stats.hint_floods < floods:
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        listening.cancel()
+        await asyncio.wait({listening})
+
+    asyncio.run(listen_to(1))
+    assert (flooded.subscribed, flooded.heard) == (1, discovery.USELESS_HINTS)
+    monkeypatch.setattr(discovery, "QUIET_SECONDS", 0.1)
+    asyncio.run(listen_to(2))
+    assert flooded.subscribed >= 3, "it listens again after a while"
+
+
+def test_the_pause_after_a_flood_doubles_while_it_lasts() -> None:
+    """Hope: a flood that never ends is listened to again and again."""
+    flood = HintFlood()
+    assert [flood.useless(float(n) / 100) for n in range(299)] == [False] * 299
+    assert flood.useless(3.0)
+    assert flood.quiet(3.0) == 30.0
+    assert [flood.useless(33.0) for _ in range(2)] == [False] * 2, "counted anew"
+    assert [flood.quiet(tick) for tick in (40.0, 110.0, 240.0)] == [60.0, 120.0, 240.0]
+    assert [flood.quiet(10_000.0), flood.quiet(11_000.0)] == [30.0, 30.0], "the last one was long ago"
+    for _ in range(10):
+        longest = flood.quiet(11_050.0)
+    assert longest == 960.0
+
+
+def test_hints_of_an_honest_swarm_are_no_flood() -> None:
+    """Hope: to be told of what the DHT told already counts as one, and gossip ends by itself."""
+    flood = HintFlood()
+    sent = [n * discovery.REWRITE_SECONDS / AUTO_PUSH_PEERS for n in range(2000)]
+    assert not any(flood.useless(tick) for tick in sent)
+
+
 def test_hints_to_nowhere_cause_few_dials_however_many_they_are(sender: Identity, tmp_path: Path) -> None:
     """Hope: amplification. Each hint names new batches at a victim's address, and all who hear it dial the victim."""
     me = Identity.create(tmp_path / "me.key")
@@ -174,8 +232,9 @@ def pumped(messages: list[tuple[bytes, bytes]]) -> list[tuple[str, bytes]]:
 
 def test_an_oversized_hint_is_dropped_before_it_is_read() -> None:
     """Hope: a megabyte a message, kept in a queue by everyone."""
+    a, b = (base58.b58encode(name).decode() for name in (b"a", b"b"))
     kept = pumped([(b"a", bytes(MAX_HINT_BYTES + 1)), (b"a", bytes(900_000)), (b"b", b"small")])
-    assert kept == [(base58.b58encode(b"b").decode(), b"small")]
+    assert kept == [(a, b""), (a, b""), (b, b"small")], "that it came is known"
 
 
 def test_a_burst_of_hints_leaves_a_short_queue() -> None:

@@ -14,7 +14,7 @@ from sapo_node.config import SwarmSection
 from sapo_node.identity import Identity
 from sapo_node.rollouts import codec
 from sapo_node.rollouts.schema import Announcement, Batch, Completion, Group, Listing, ModelCard, TaskRef
-from sapo_node.swarm import fetch, protocol
+from sapo_node.swarm import discovery, fetch, protocol
 from sapo_node.swarm.dht import SwarmDHT, shard_prefix
 from sapo_node.swarm.discovery import Shard
 from sapo_node.swarm.exchange import Exchange, Received
@@ -134,6 +134,33 @@ def test_with_hints_batches_arrive_at_once(on_loopback: OnLoopback) -> None:
         await a.exchange.publish(make_batch(a.identity))
         await until(lambda: b.received and c.received, 2.0)
         assert {r.via for m in (b, c) for r in m.received} == {"hint"}
+
+    on_loopback(body)
+
+
+@pytest.mark.slow
+def test_during_a_flood_of_hints_batches_arrive_by_the_dht(
+    on_loopback: OnLoopback, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(discovery, "USELESS_HINTS", 50)
+
+    async def body(loopback: Loopback) -> None:
+        a, b, _ = await trio(loopback, "on")
+        hostile = await loopback.start("h")
+        await hostile.connect(await loopback.address_of(b.network))
+
+        async def flood() -> None:
+            while True:
+                await hostile.publish(protocol.hint_topic(SWARM), b"noise")
+                await asyncio.sleep(0.01)
+
+        flooding = asyncio.create_task(flood())
+        await until(lambda: b.exchange.stats.hint_floods, 10.0)
+        await a.exchange.publish(make_batch(a.identity))
+        await until(lambda: b.received, 10.0)
+        flooding.cancel()
+        assert [received.via for received in b.received] == ["dht"]
+        assert b.exchange.stats.hints_dropped + b.exchange.stats.announcements_invalid == 50, "it heard no more"
 
     on_loopback(body)
 
