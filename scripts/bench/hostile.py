@@ -31,8 +31,8 @@ from pathlib import Path
 
 import click
 from hostile_bench import report
-from hostile_bench.report import ATTACKERS, BUSY, KINDS, Result
-from hostile_bench.swarm import NODES, REPOSITORY, Run, RunFailed
+from hostile_bench.report import ATTACKERS, BUSY, KINDS, NODES, Result
+from hostile_bench.swarm import REPOSITORY, Run, RunFailed
 
 DEFAULT_OUT = REPOSITORY / "docs" / "benchmarks" / "hostile.csv"
 
@@ -78,7 +78,7 @@ def run_pair(repeat: int, kind: str, rounds: int, results: Sequence[Result], kee
 
 
 @click.command()
-@click.option("--repeats", default=5, show_default=True, type=click.IntRange(1))
+@click.option("--repeats", default=3, show_default=True, type=click.IntRange(1))
 @click.option("--rounds", default=60, show_default=True, type=click.IntRange(1), help="Measured rounds of each node.")
 @click.option("--kinds", default=",".join(KINDS), show_default=True, help="Kinds of attackers, with commas between.")
 @click.option("--out", default=DEFAULT_OUT, show_default=True, type=click.Path(path_type=Path, dir_okay=False))

@@ -9,6 +9,7 @@ from typing import Final
 import csv_files
 
 KINDS: Final = ("streams", "hints", "dht", "work", "valid")
+NODES: Final = 4  # honest ones, and as many others
 ATTACKERS: Final = "attackers"
 BUSY: Final = "busy"
 
@@ -51,6 +52,7 @@ _HEADINGS: Final = (
     "CPU s a round, busy",
     "ratio",
     "CPU ms a round more: node, p2pd, policy, scorers",
+    "CPU s of all nodes for one of the attackers'",
     "MiB a node more",
     "crashes",
     "scorer restarts",
@@ -77,6 +79,12 @@ class Pair:
     def cost(self) -> float:
         """Ratio of CPU-seconds a round."""
         return self.attacked.cpu_a_round / self.busy.cpu_a_round
+
+    @property
+    def leverage(self) -> float:
+        """CPU-seconds that the attackers cost all nodes, for one of their own."""
+        more = (self.attacked.cpu_a_round - self.busy.cpu_a_round) * self.attacked.rounds * NODES
+        return more / (self.attacked.others_cpu * self.attacked.seconds)
 
     @property
     def mib(self) -> float:
@@ -107,6 +115,7 @@ def table(results: Sequence[Result], rounds: int) -> str:
             f"{busy:.2f}",
             _spread([pair.cost for pair in found], "{:.2f}"),
             ", ".join(f"{_more(found, part):+.0f}" for part in ("cpu_node", "cpu_p2pd", "cpu_policy", "cpu_scorer")),
+            _spread([pair.leverage for pair in found], "{:.1f}"),
             _spread([pair.mib for pair in found], "{:+.1f}"),
             str(sum(one.crashes for one in attacked)),
             str(sum(one.scorer_restarts for one in attacked)),

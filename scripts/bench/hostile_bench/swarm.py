@@ -20,14 +20,13 @@ from statistics import fmean
 from typing import Any, Final
 
 from hostile_bench import audit, procfs
-from hostile_bench.report import ATTACKERS, BUSY, Result
+from hostile_bench.report import ATTACKERS, BUSY, NODES, Result
 from sapo_node import config_load, local_swarm
 from sapo_node.identity import Identity
 from sapo_node.local_swarm import Node
 from sapo_node.monitor import history
 from sapo_node.monitor.metrics import RoundRecord
 
-NODES: Final = 4
 TICK_SECONDS: Final = 0.5
 POOL_SECONDS: Final = 2.0
 UP_SECONDS: Final = 300.0  # for nodes, then for the others; both load libraries, on few cores
