@@ -243,6 +243,7 @@ class Run:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+                    start_new_session=True,  # as nodes are: Linux shares cores by session (autogroup)
                 )
             self.others.append(Other(folder, process))
 
