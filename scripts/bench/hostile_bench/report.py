@@ -52,6 +52,7 @@ _HEADINGS: Final = (
     "CPU s a round, busy",
     "ratio",
     "CPU ms a round more: node, p2pd, policy, scorers",
+    "of a core, a node",
     "CPU s of all nodes for one of the attackers'",
     "MiB a node more",
     "crashes",
@@ -81,10 +82,15 @@ class Pair:
         return self.attacked.cpu_a_round / self.busy.cpu_a_round
 
     @property
+    def cores(self) -> float:
+        """CPU-seconds a second that the attackers cost a node."""
+        more = self.attacked.cpu_a_round - self.busy.cpu_a_round
+        return more * self.attacked.rounds / self.attacked.seconds
+
+    @property
     def leverage(self) -> float:
         """CPU-seconds that the attackers cost all nodes, for one of their own."""
-        more = (self.attacked.cpu_a_round - self.busy.cpu_a_round) * self.attacked.rounds * NODES
-        return more / (self.attacked.others_cpu * self.attacked.seconds)
+        return self.cores * NODES / self.attacked.others_cpu
 
     @property
     def mib(self) -> float:
@@ -115,6 +121,7 @@ def table(results: Sequence[Result], rounds: int) -> str:
             f"{busy:.2f}",
             _spread([pair.cost for pair in found], "{:.2f}"),
             ", ".join(f"{_more(found, part):+.0f}" for part in ("cpu_node", "cpu_p2pd", "cpu_policy", "cpu_scorer")),
+            _spread([pair.cores for pair in found], "{:.0%}"),
             _spread([pair.leverage for pair in found], "{:.1f}"),
             _spread([pair.mib for pair in found], "{:+.1f}"),
             str(sum(one.crashes for one in attacked)),
