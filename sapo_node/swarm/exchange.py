@@ -17,6 +17,7 @@ import random
 import time
 from collections import Counter, OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Final
@@ -154,6 +155,8 @@ class Exchange:
         self._announce_now = asyncio.Event()
         self._fetch_now = asyncio.Event()
         self._received = Waiting[Received]()
+        # One batch at a time: what several threads free is not given back, tens of MiB where batches are bloated.
+        self._opener = ThreadPoolExecutor(1, "open a batch")
 
     # The two ends
 
@@ -191,12 +194,13 @@ class Exchange:
     async def run(self) -> None:
         """Serve, announce, discover and fetch until cancelled. Raises NetworkError when the network is gone."""
         await self._network.serve_stream(protocol.FETCH_PROTOCOL, self._server.serve)
-        async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(self._announce_loop(), name="announce")
-            tasks.create_task(self._discover_loop(), name="discover")
-            tasks.create_task(self._fetch_loop(tasks), name="fetch")
-            if self._settings.push != "off":
-                tasks.create_task(self._hint_loop(), name="hints")
+        with self._opener:
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(self._announce_loop(), name="announce")
+                tasks.create_task(self._discover_loop(), name="discover")
+                tasks.create_task(self._fetch_loop(tasks), name="fetch")
+                if self._settings.push != "off":
+                    tasks.create_task(self._hint_loop(), name="hints")
 
     # Announcing
 
@@ -421,7 +425,7 @@ class Exchange:
         try:
             data = await self._transfer(wanted)
             self.stats.bytes_in += len(data)
-            opened = await asyncio.to_thread(self._open, wanted, data)
+            opened = await asyncio.get_running_loop().run_in_executor(self._opener, self._open, wanted, data)
             received = Received(opened, len(data), wanted.peer_id, wanted.via, time.monotonic() - started)
             self._catalogue.fetched(wanted, received.seconds, time.time())
         except (FetchFailed, NetworkError) as error:
