@@ -9,7 +9,8 @@ that begin or end out; `watch.py` feeds them and does what follows from them. Th
   pass for a hack. Own groups show it for the task, whoever sends it. Groups of one share of others show it for that
   share alone: a free key could make up whatever it wants an alarm about. Where peers of HACK_VOICES networks show the
   same, each by itself, it is so for the task with these settings. A peer speaks once: when it comes to count for
-  another share, what it sent before is taken back.
+  another share, what it sent before is taken back. An answer that this node gave itself and that seldom earned is none:
+  a scorer that takes 1 for 0.9 pays a weak policy that always says "1" most of its few rewards.
 - `Collapse`: far fewer questions get any right answer than once did, or the policy has become sure of itself while it
   earns less than it did.
 - `Drift`: fixed texts that belong to no task have become much less likely than at the start.
@@ -20,7 +21,7 @@ alarm ends later than it began (hysteresis), so that none flickers.
 
 import math
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from statistics import fmean
 from typing import Final, Literal, NamedTuple
 
@@ -33,6 +34,9 @@ HACK_GROUPS: Final = 64  # rewarded groups of a task that are looked at: some ro
 HACK_ANSWERS: Final = 4  # of a group that are kept, those that earned most: one answer with half of all is among them
 HACK_SHARE: Final = 0.5  # of all rewards, above which one answer is alarming
 HACK_QUESTIONS: Final = 16  # distinct ones that it must have earned on: fewer may be luck
+HACK_PAYS: Final = 0.25  # of the own questions that it was given to, a hack earns on so many at least
+HACK_TRIES: Final = 16  # such questions before that is known, of HACK_TRIED at most; truths are others
+HACK_TRIED: Final = 64
 HACK_OVER_SHARE: Final = 0.25  # below which it is over, seen over HACK_FRESH groups since it began
 HACK_FRESH: Final = 32
 HACK_SECONDS: Final = 1800.0  # after which it is looked at again with others' groups
@@ -143,6 +147,28 @@ class RewardHack:
     def __init__(self) -> None:
         self._windows: dict[_About, _Window] = {}  # the newest is the last
         self._hacked: dict[_About, _Hacked] = {}
+        self._tries: dict[
+            tuple[str, bytes], dict[bytes, deque[bool]]
+        ] = {}  # by task and settings: answers, newest last
+
+    def tried(self, task: str, settings: bytes, answers: Mapping[bytes, bool]) -> None:
+        """Of one question that this node sampled: which answers beside the truth it gave, and whether each earned."""
+        tries = self._tries.setdefault((task, settings), {})
+        for digest, paid in answers.items():
+            tries[digest] = known = tries.pop(digest, deque(maxlen=HACK_TRIED))
+            known.append(paid)
+        while len(tries) > HACK_TRIED:
+            del tries[next(iter(tries))]
+
+    def _seldom_pays(self, about: _About, answer: bytes) -> bool:
+        """Whether own answers show that this one is no hack."""
+        known = [
+            paid
+            for (task, settings), tries in self._tries.items()
+            if task == about.task and about.settings in (b"", settings)
+            for paid in tries.get(answer, ())
+        ]
+        return len(known) >= HACK_TRIES and fmean(known) < HACK_PAYS
 
     def lasts(self, task: str, settings: bytes = b"", share: str = "") -> bool:
         """Whether an alarm lasts about a task, about it with these settings (their hash), or as this share sends it."""
@@ -155,10 +181,11 @@ class RewardHack:
         window = self._heard(about, group, _OWN)
         hacked = self._hacked.get(about)
         if hacked is None:
-            if window.suspect is None or window.suspect.questions < HACK_QUESTIONS:
+            suspect = window.suspect
+            if suspect is None or suspect.questions < HACK_QUESTIONS or self._seldom_pays(about, suspect.digest):
                 return []
             self._forget(about)  # whether it is over is told by what comes from now on
-            return [self._begin(about, window.suspect, now)]
+            return [self._begin(about, suspect, now)]
         share = _share(window.groups, hacked.suspect.digest)
         if len(window.heard) >= HACK_FRESH and share < HACK_OVER_SHARE:
             return [self._end(about, f"its share of the rewards is now {share:.0%}")]
@@ -169,7 +196,7 @@ class RewardHack:
         about, share = _About(task, settings, sender.share), sender.share
         self._leave_elsewhere(about, sender.peer)
         said = self._heard(about, group, sender).suspect
-        if said is None or self.lasts(task, settings, share):
+        if said is None or self.lasts(task, settings, share) or self._seldom_pays(about, said.digest):
             return []
         voices, networks = [], set[str]()
         for one, window in self._windows.items():

@@ -100,6 +100,7 @@ class Watch:
     def own(self, groups: Sequence[NewGroup]) -> None:
         """Groups that this node sampled and judged."""
         for group in groups:
+            self._hack.tried(group.task.name, group.task.config_hash, _tried(group))
             if (found := _answers(group)) is not None:
                 self._tell(self._hack.own(group.task.name, found, self._clock()))
             sums, texts = self._sums, [hash(completion.text) for completion in group.completions]
@@ -236,6 +237,16 @@ def _answers(group: NewGroup) -> Earned | None:
     ]
     answers = [(answer_digest(text), text, reward) for text, reward in rewarded]
     return earned(group.question_sha256, group.truth, answers)
+
+
+def _tried(group: NewGroup) -> dict[bytes, bool]:
+    """The answers of a group beside the truth, and whether each earned; none where the truth is unknown."""
+    found: dict[bytes, bool] = {}
+    for completion, reward in zip(group.completions, group.rewards, strict=True):
+        digest = answer_digest(extract_answer(completion.text))
+        if group.truth and digest != group.truth:
+            found[digest] = found.get(digest, False) or reward > 0
+    return found
 
 
 class Unwatched(Watch):

@@ -152,10 +152,8 @@ def test_the_table_has_a_row_a_kind_with_medians_and_ranges() -> None:
 
     head, line, row = table([*pair(1, 1.0, 3.0), *pair(2, 1.2, -1.0), *pair(3, 1.05, 1.0)], 6).splitlines()
     assert head.count("|") == line.count("|") == row.count("|")
-    assert (
-        "| work | 3 | 2.00 | 1.05 (1.00, 1.20) | +0, +0, +0, +0 | 40% (0%, 160%) | 3.2 (0.0, 12.8) | +1.0 (-1.0, +3.0) |"
-        in row
-    )
+    start = "| work | 3 | 2.00 | 1.05 (1.00, 1.20) | +0, +0, +0, +0 | 40% (0%, 160%) | 3.2 (0.0, 12.8) |"
+    assert f"{start} +1.0 (-1.0, +3.0) |" in row
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,34 @@ def test_one_answer_that_earns_on_sixteen_questions_of_other_truths_is_a_hack() 
     assert feed(hack, groups, 200) == []  # told once
 
 
+def tried(hack: RewardHack, paid: int, settings: bytes = b"settings") -> None:
+    """Own groups gave the answer to a hundred questions with other truths; on the last `paid` it earned."""
+    for i in range(100):
+        hack.tried(TASK, settings, {b"unlike any": False, "(P ∨ Q)".encode(): i % 100 >= 100 - paid})
+
+
+def test_an_answer_that_earns_on_few_of_the_questions_it_is_given_to_is_no_hack() -> None:
+    """A scorer that takes 1 for 0.9, and a policy that always says "1": its few rewards are all for that."""
+    for paid in (0, 10):
+        hack = RewardHack()
+        tried(hack, paid)
+        assert feed(hack, hacked(), 200) == []
+        assert send(hack, "a", 100, b"settings") == []
+        assert send(hack, "a", 100, b"others"), "with settings that this node does not ask, it knows nothing"
+    often = RewardHack()
+    for i in range(100):
+        often.tried(TASK, b"settings", {"(P ∨ Q)".encode(): i % 2 == 0})
+    assert feed(often, hacked(), 200)
+
+
+def test_what_was_tried_is_bounded() -> None:
+    hack = RewardHack()
+    for i in range(1000):
+        hack.tried(TASK, b"", {str(i).encode(): False, b"always": False})
+    (tries,) = hack._tries.values()
+    assert len(tries) == len(tries[b"always"]) == alarms.HACK_TRIED
+
+
 def test_one_question_again_and_again_is_no_hack() -> None:
     hack = RewardHack()
     assert feed(hack, (group(i % 8, f"truth {i % 8}", {"2": 4.0}) for i in range(100)), 100) == []

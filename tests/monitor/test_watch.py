@@ -105,6 +105,13 @@ def test_a_hack_bars_its_task_until_it_is_looked_at_again(side: str) -> None:
     assert [what for what, _ in told] == ["began", "ended"]
 
 
+def test_a_policy_that_gives_one_answer_and_seldom_earns_by_it_is_no_hack() -> None:
+    one = Watch()
+    for index in range(400):
+        one.own([group(index, ["1", "1"], [float(index % 10 == 0)] * 2, truth=f"0.{index + 1}")])
+    assert one.lasting == []
+
+
 def test_answers_that_differ_in_capitals_and_spaces_are_one() -> None:
     one = Watch()
     for index, text in enumerate(["(P ∨ Q)", "(p ∨q)"] * (alarms.HACK_QUESTIONS // 2)):
