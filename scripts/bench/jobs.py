@@ -1,12 +1,15 @@
 """Runs of a bench in processes of their own, with what is done and a guess of what is left."""
 
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from typing import Any, TypeVar
 
 import click
+
+from sapo_node.workers import die_with_parent
 
 K = TypeVar("K")
 R = TypeVar("R")
@@ -18,7 +21,8 @@ def in_processes(jobs: dict[K, tuple[Any, ...]], workers: int, ended: Callable[[
     A job that fails is told and costs the others nothing. Raises ClickException at the end if there was one.
     """
     began, taken, failed = time.monotonic(), 0, 0
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"))
+    spawn = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(workers, spawn, initializer=die_with_parent, initargs=(os.getpid(),))
     try:
         waiting: dict[Future[R], K] = {pool.submit(*job): key for key, job in jobs.items()}
         while waiting:

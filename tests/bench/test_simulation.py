@@ -2,7 +2,11 @@
 
 import asyncio
 import math
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
@@ -313,3 +317,24 @@ def test_a_run_that_fails_costs_no_other(capsys: pytest.CaptureFixture[str]) -> 
         in_processes(jobs, 1, ended)
     assert kept == {"b": 2.0, "c": 3.0}
     assert "a failed: ValueError: math domain error" in capsys.readouterr().err
+
+
+def test_runs_end_with_a_bench_that_is_killed(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    job = f"import os, pathlib, time; pathlib.Path({str(begun)!r}).write_text(str(os.getpid())); time.sleep(60)"
+    code = f"from jobs import in_processes; in_processes({{'a': (exec, {job!r})}}, 1, lambda *_: '')"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    bench = subprocess.Popen([sys.executable, "-c", code], env=environment)
+    try:
+        eventually(lambda: begun.exists() and begun.read_text())
+    finally:
+        bench.kill()
+        bench.wait()
+    eventually(lambda: not Path(f"/proc/{begun.read_text()}").exists())
+
+
+def eventually(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
