@@ -1,5 +1,6 @@
 """The pure parts of scripts/bench/hostile.py: reading /proc, comparing with the attackers' books, table and goals."""
 
+import sqlite3
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -173,3 +174,14 @@ def test_goals_that_are_missed_are_told(cost: float, mib: float, changes: dict[s
     lines = verdicts(pair(1, cost, mib, **changes), 6)
     assert [n for n, line in enumerate(lines) if line.startswith("not reached")] == missed
     assert len(lines) == 6
+
+
+def test_a_pool_that_is_just_being_made_is_empty(tmp_path: Path) -> None:
+    from hostile_bench.audit import PoolReader
+
+    reader = PoolReader(tmp_path / "pool.sqlite")
+    reader.collect()
+    sqlite3.connect(reader.path).close()
+    reader.path.touch()
+    reader.collect()
+    assert reader.external == {}

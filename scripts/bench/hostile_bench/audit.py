@@ -61,6 +61,8 @@ class PoolReader:
             return
         db = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
         try:
+            if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'groups'").fetchone() is None:
+                return  # the node is just making it
             for row in db.execute(f"SELECT {_COLUMNS} FROM groups WHERE id > ? ORDER BY id", (self._newest,)):
                 self._take(*row)
             for group_id, uses in db.execute("SELECT id, uses FROM groups WHERE origin = 'external' AND uses > 0"):
