@@ -63,7 +63,7 @@ TASKS: Final = (
     },
 )
 SETTINGS: Final[dict[str, Any]] = {
-    "node": {"threads": 1, "drain_seconds": 120.0},
+    "node": {"threads": 1, "drain_seconds": 600.0},  # the last evaluation has to fit into half of it
     "tasks": {"mixture": list(TASKS), "eval_every": 0},
     "inference": {"engine": "transformers", "max_prompt_tokens": 192, "max_completion_tokens": 24},
     "rollouts": {"completions_per_task": 8},
