@@ -161,14 +161,13 @@ class RewardHack:
             del tries[next(iter(tries))]
 
     def _seldom_pays(self, about: _About, answer: bytes) -> bool:
-        """Whether own answers show that this one is no hack."""
+        """Whether own answers show that this one is no hack: with none of the settings it is about."""
         known = [
-            paid
+            tries[answer]
             for (task, settings), tries in self._tries.items()
-            if task == about.task and about.settings in (b"", settings)
-            for paid in tries.get(answer, ())
+            if task == about.task and about.settings in (b"", settings) and len(tries.get(answer, ())) >= HACK_TRIES
         ]
-        return len(known) >= HACK_TRIES and fmean(known) < HACK_PAYS
+        return bool(known) and all(fmean(paid) < HACK_PAYS for paid in known)
 
     def lasts(self, task: str, settings: bytes = b"", share: str = "") -> bool:
         """Whether an alarm lasts about a task, about it with these settings (their hash), or as this share sends it."""

@@ -20,40 +20,46 @@ RECENT_EPOCHS: Final = 2
 
 
 USELESS_HINTS: Final = 300
+USELESS_SHARE: Final = 0.8
 FLOOD_SECONDS: Final = 10.0
-"""So many hints without news in this time are a flood. Honest nodes send one in REWRITE_SECONDS each: 64 of them, whose
-hints all come after the DHT has told the same, stay below. Each message costs p2pd a signature check and is passed on,
-before this node sees it: the way to pay no more for them is not to subscribe."""
+"""So many hints without news in this time, and so large a part of all, are a flood. Each message costs p2pd a signature
+check and is passed on before this node sees it: the way to pay no more for them is not to subscribe. A large honest
+swarm stays below: of what it sends beyond this node's rate the rest is news."""
 
 QUIET_SECONDS: Final = 30.0
-MAX_QUIET_SECONDS: Final = 960.0
+MAX_QUIET_SECONDS: Final = 120.0
 """How long a node does without hints after a flood: the first time, and at most, doubling while each time is soon
-followed by the next flood. Until then announcements come by the DHT, some seconds later."""
+followed by the next flood. Until then announcements come by the DHT, some seconds later. Longer would be cheaper, and
+make it cheap to keep everybody from hearing hints."""
 
 
 class HintFlood:
     """Whether hints are worth what they cost. `tick` comes from a monotonic clock."""
 
-    def __init__(self) -> None:
-        self._useless = 0
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._useless = self._news = 0
         self._since = -math.inf  # of the window in which they are counted
         self._quiet = QUIET_SECONDS
         self._back = -math.inf  # since when there are hints again
 
-    def useless(self, tick: float) -> bool:
-        """A hint told nothing; returns whether they are a flood by now."""
+    def heard(self, news: bool, tick: float) -> bool:
+        """One more hint; returns whether they are a flood by now."""
         if tick - self._since >= FLOOD_SECONDS:
-            self._useless, self._since = 0, tick
-        self._useless += 1
-        return self._useless >= USELESS_HINTS
+            self._useless, self._news, self._since = 0, 0, tick
+        self._useless += not news
+        self._news += news
+        most = USELESS_SHARE * (self._useless + self._news)
+        return not news and self._useless >= max(USELESS_HINTS, most)
 
     def quiet(self, tick: float) -> float:
-        """A flood: seconds to do without hints."""
+        """A flood: seconds to do without hints, a tenth more or less, so that not all nodes are back at once."""
         soon = tick - self._back < 2 * self._quiet
         self._quiet = min(MAX_QUIET_SECONDS, 2 * self._quiet) if soon else QUIET_SECONDS
-        self._back = tick + self._quiet
-        self._useless = 0
-        return self._quiet
+        pause = self._quiet * self._rng.uniform(0.9, 1.1)
+        self._back = tick + pause
+        self._useless = self._news = 0
+        return pause
 
 
 class AnnouncePlan:

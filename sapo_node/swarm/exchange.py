@@ -348,7 +348,7 @@ class Exchange:
 
     async def _hint_loop(self) -> None:
         """Listen to announcements pushed by others, but not to a flood. A lost subscription is taken up again."""
-        flood = HintFlood()
+        flood = HintFlood(self._rng)
         while True:
             pause = RESUBSCRIBE_SECONDS
             try:
@@ -366,7 +366,7 @@ class Exchange:
         """Take hints until they are a flood. Raises NetworkError when the subscription is lost."""
         async with aclosing(self._network.subscribe(protocol.hint_topic(self._swarm))) as hints:
             async for sender, data in hints:
-                if not self._take_hint(sender, data) and flood.useless(time.monotonic()):
+                if flood.heard(self._take_hint(sender, data), time.monotonic()):
                     return True
         return False
 

@@ -161,25 +161,37 @@ def test_a_node_does_not_listen_to_a_flood(exchange: Exchange, monkeypatch: pyte
     assert flooded.subscribed >= 3, "it listens again after a while"
 
 
+class Even(random.Random):
+    """Draws the middle."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return (a + b) / 2
+
+
 def test_the_pause_after_a_flood_doubles_while_it_lasts() -> None:
     """Hope: a flood that never ends is listened to again and again."""
-    flood = HintFlood()
-    assert [flood.useless(float(n) / 100) for n in range(299)] == [False] * 299
-    assert flood.useless(3.0)
+    flood = HintFlood(Even())
+    assert [flood.heard(False, n / 100) for n in range(299)] == [False] * 299
+    assert flood.heard(False, 3.0)
     assert flood.quiet(3.0) == 30.0
-    assert [flood.useless(33.0) for _ in range(2)] == [False] * 2, "counted anew"
-    assert [flood.quiet(tick) for tick in (40.0, 110.0, 240.0)] == [60.0, 120.0, 240.0]
+    assert not flood.heard(False, 33.0), "counted anew"
+    assert [flood.quiet(tick) for tick in (40.0, 110.0, 240.0)] == [60.0, 120.0, 120.0]
     assert [flood.quiet(10_000.0), flood.quiet(11_000.0)] == [30.0, 30.0], "the last one was long ago"
-    for _ in range(10):
-        longest = flood.quiet(11_050.0)
-    assert longest == 960.0
 
 
-def test_hints_of_an_honest_swarm_are_no_flood() -> None:
-    """Hope: to be told of what the DHT told already counts as one, and gossip ends by itself."""
-    flood = HintFlood()
-    sent = [n * discovery.REWRITE_SECONDS / AUTO_PUSH_PEERS for n in range(2000)]
-    assert not any(flood.useless(tick) for tick in sent)
+def test_nodes_come_back_at_different_times() -> None:
+    """Hope: one burst, and all leave; the next in the moment in which all are back."""
+    pauses = {HintFlood(random.Random(seed)).quiet(0.0) for seed in range(20)}
+    assert len(pauses) == 20
+    assert 27.0 <= min(pauses) < 29.0 < 31.0 < max(pauses) <= 33.0
+
+
+@pytest.mark.parametrize(("nodes", "taken"), [(AUTO_PUSH_PEERS, 0.0), (300, 0.64), (600, 0.32)])
+def test_hints_of_an_honest_swarm_are_no_flood(nodes: int, taken: float) -> None:
+    """Hope: what the DHT told already (of few nodes) or what is beyond the node's rate (of many) ends gossip."""
+    flood, rng = HintFlood(random.Random(0)), random.Random(0)
+    sent = [n * discovery.REWRITE_SECONDS / nodes for n in range(20 * nodes)]
+    assert not any(flood.heard(rng.random() < taken, tick) for tick in sent)
 
 
 def test_hints_to_nowhere_cause_few_dials_however_many_they_are(sender: Identity, tmp_path: Path) -> None:

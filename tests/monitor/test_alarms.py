@@ -67,6 +67,15 @@ def test_an_answer_that_earns_on_few_of_the_questions_it_is_given_to_is_no_hack(
     assert feed(often, hacked(), 200)
 
 
+def test_a_hack_under_one_of_many_settings_is_one() -> None:
+    """Hope: settings under which the answer earns nothing outvote the one under which it always does."""
+    hack = RewardHack()
+    for settings in (b"1", b"2", b"3", b"4"):
+        for _ in range(100):
+            hack.tried(TASK, settings, {"(P ∨ Q)".encode(): settings == b"1"})
+    assert feed(hack, hacked(), 200)
+
+
 def test_what_was_tried_is_bounded() -> None:
     hack = RewardHack()
     for i in range(1000):

@@ -18,6 +18,7 @@ from sapo_node.swarm import discovery, fetch, protocol
 from sapo_node.swarm.dht import SwarmDHT, shard_prefix
 from sapo_node.swarm.discovery import Shard
 from sapo_node.swarm.exchange import Exchange, Received
+from sapo_node.swarm.hivemind_light import p2pd_pb2
 from sapo_node.swarm.p2p import Network
 from tests.swarm.conftest import Loopback
 
@@ -154,8 +155,17 @@ def test_during_a_flood_of_hints_batches_arrive_by_the_dht(
                 await hostile.publish(protocol.hint_topic(SWARM), b"noise")
                 await asyncio.sleep(0.01)
 
+        async def topics() -> list[str]:
+            request = p2pd_pb2.PSRequest(type=p2pd_pb2.PSRequest.GET_TOPICS)
+            answer = await b.network._ask("topics", 5.0, type=p2pd_pb2.Request.PUBSUB, pubsub=request)
+            return list(answer.pubsub.topics)
+
+        assert await topics() == [protocol.hint_topic(SWARM)]
         flooding = asyncio.create_task(flood())
         await until(lambda: b.exchange.stats.hint_floods, 10.0)
+        async with asyncio.timeout(5.0):
+            while await topics():  # its p2pd has left, too
+                await asyncio.sleep(0.1)
         await a.exchange.publish(make_batch(a.identity))
         await until(lambda: b.received, 10.0)
         flooding.cancel()
