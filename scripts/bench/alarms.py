@@ -1,6 +1,6 @@
 """Do the alarms keep quiet in honest training, and do they fire and end when somebody attacks?
 
-    python scripts/bench/alarms.py run                          # take what is missing: hours
+    python scripts/bench/alarms.py run                          # take what is missing: a quarter of an hour
     python scripts/bench/alarms.py run --trial hack --rounds 60 # one trial, shorter
     python scripts/bench/alarms.py report
 
