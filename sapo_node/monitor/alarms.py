@@ -147,9 +147,7 @@ class RewardHack:
     def __init__(self) -> None:
         self._windows: dict[_About, _Window] = {}  # the newest is the last
         self._hacked: dict[_About, _Hacked] = {}
-        self._tries: dict[
-            tuple[str, bytes], dict[bytes, deque[bool]]
-        ] = {}  # by task and settings: answers, newest last
+        self._tries: dict[tuple[str, bytes], dict[bytes, deque[bool]]] = {}  # by task and settings: the newest is last
 
     def tried(self, task: str, settings: bytes, answers: Mapping[bytes, bool]) -> None:
         """Of one question that this node sampled: which answers beside the truth it gave, and whether each earned."""

@@ -18,7 +18,7 @@ import structlog
 from msgspec import Struct, structs
 
 from sapo_node.config import NodeConfig, TrainingSection
-from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Earned, Fallen, Levels, RewardHack, Sender, Strayed, earned
+from sapo_node.monitor.alarms import Alarm, Collapse, Drift, Fallen, Levels, RewardHack, Sender, Strayed, earned
 from sapo_node.monitor.metrics import RoundRecord
 from sapo_node.rollouts.pool import NewGroup
 from sapo_node.swarm.protocol import digest
@@ -100,8 +100,9 @@ class Watch:
     def own(self, groups: Sequence[NewGroup]) -> None:
         """Groups that this node sampled and judged."""
         for group in groups:
-            self._hack.tried(group.task.name, group.task.config_hash, _tried(group))
-            if (found := _answers(group)) is not None:
+            answers = _answers(group)
+            self._hack.tried(group.task.name, group.task.config_hash, _tried(answers, group.truth))
+            if (found := earned(group.question_sha256, group.truth, answers)) is not None:
                 self._tell(self._hack.own(group.task.name, found, self._clock()))
             sums, texts = self._sums, [hash(completion.text) for completion in group.completions]
             sums.groups += 1
@@ -122,7 +123,7 @@ class Watch:
     def external(self, groups: Sequence[NewGroup], sender: Sender) -> None:
         """Groups of another that were verified and judged here."""
         for group in groups:
-            if (found := _answers(group)) is not None:
+            if (found := earned(group.question_sha256, group.truth, _answers(group))) is not None:
                 self._tell(self._hack.others(group.task.name, group.task.config_hash, sender, found, self._clock()))
 
     def look_again(self) -> None:
@@ -228,24 +229,18 @@ class Watch:
         return memory.conditions == conditions
 
 
-def _answers(group: NewGroup) -> Earned | None:
-    """What the answers of a group earned."""
-    rewarded = [
-        (extract_answer(completion.text), reward)
-        for completion, reward in zip(group.completions, group.rewards, strict=True)
-        if reward > 0
-    ]
-    answers = [(answer_digest(text), text, reward) for text, reward in rewarded]
-    return earned(group.question_sha256, group.truth, answers)
+def _answers(group: NewGroup) -> list[tuple[bytes, str, float]]:
+    """Digest, text and reward of each answer of a group."""
+    texts = [extract_answer(completion.text) for completion in group.completions]
+    return [(answer_digest(text), text, reward) for text, reward in zip(texts, group.rewards, strict=True)]
 
 
-def _tried(group: NewGroup) -> dict[bytes, bool]:
-    """The answers of a group beside the truth, and whether each earned; none where the truth is unknown."""
+def _tried(answers: Sequence[tuple[bytes, str, float]], truth: bytes) -> dict[bytes, bool]:
+    """The answers beside the truth, and whether each earned; none where the truth is unknown."""
     found: dict[bytes, bool] = {}
-    for completion, reward in zip(group.completions, group.rewards, strict=True):
-        digest = answer_digest(extract_answer(completion.text))
-        if group.truth and digest != group.truth:
-            found[digest] = found.get(digest, False) or reward > 0
+    for answer, _, reward in answers:
+        if truth and answer != truth:
+            found[answer] = found.get(answer, False) or reward > 0
     return found
 
 

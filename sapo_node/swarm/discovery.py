@@ -49,8 +49,7 @@ class HintFlood:
             self._useless, self._news, self._since = 0, 0, tick
         self._useless += not news
         self._news += news
-        most = USELESS_SHARE * (self._useless + self._news)
-        return not news and self._useless >= max(USELESS_HINTS, most)
+        return not news and self._useless >= max(USELESS_HINTS, USELESS_SHARE * (self._useless + self._news))
 
     def quiet(self, tick: float) -> float:
         """A flood: seconds to do without hints, a tenth more or less, so that not all nodes are back at once."""

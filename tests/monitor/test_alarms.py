@@ -47,17 +47,12 @@ def test_one_answer_that_earns_on_sixteen_questions_of_other_truths_is_a_hack() 
     assert feed(hack, groups, 200) == []  # told once
 
 
-def tried(hack: RewardHack, paid: int, settings: bytes = b"settings") -> None:
-    """Own groups gave the answer to a hundred questions with other truths; on the last `paid` it earned."""
-    for i in range(100):
-        hack.tried(TASK, settings, {b"unlike any": False, "(P ∨ Q)".encode(): i % 100 >= 100 - paid})
-
-
 def test_an_answer_that_earns_on_few_of_the_questions_it_is_given_to_is_no_hack() -> None:
     """A scorer that takes 1 for 0.9, and a policy that always says "1": its few rewards are all for that."""
-    for paid in (0, 10):
+    for every in (1000, 10):
         hack = RewardHack()
-        tried(hack, paid)
+        for i in range(100):
+            hack.tried(TASK, b"settings", {"(P ∨ Q)".encode(): i % every == every - 1})
         assert feed(hack, hacked(), 200) == []
         assert send(hack, "a", 100, b"settings") == []
         assert send(hack, "a", 100, b"others"), "with settings that this node does not ask, it knows nothing"
