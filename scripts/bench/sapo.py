@@ -34,6 +34,7 @@ from simulation.stages import (
     CLAIMS,
     COMPARED,
     DRAWN,
+    PROCESSES,
     RATE,
     REFERENCES,
     ROUNDS,
@@ -136,19 +137,24 @@ def run_propagation(results: Path, workers: int, bases: Path) -> None:
 
 
 @cli.command("processes")
-@click.option("--repeats", default=12, show_default=True, help="Runs an arm.")
+@click.option("--repeats", default=8, show_default=True, help="Runs of each arm and mode.")
 @in_folder
 @click.pass_obj
 def run_processes(results: Path, repeats: int, bases: Path) -> None:
-    """Run the plain arms as real node processes, one swarm after another."""
-    file = results / "processes.csv"
+    """Run the plain arms as real node processes, and simulated beside them, one swarm after another."""
+    file, base = results / "processes.csv", base_of(bases, "base-0")
+    here = Weights.of(base)
+    if drop(file, lambda line: typed(line, Weights) != here):
+        click.echo("all runs are taken again: they were begun on other weights of their base")
     done = processes.read(file)
     for repeat in range(repeats):
-        for arm in REFERENCES:
-            if (arm, repeat) not in done:
-                found = processes.execute(ARMS[arm], base_of(bases, "base-0"), RATE, ROUNDS, repeat)
-                append(file, map(row, found))
-                click.echo(f"{arm}, run {repeat}: held-out {found[0].held_out:.3f} -> {found[-1].held_out:.3f}")
+        for arm, mode in PROCESSES:
+            trial = processes.Trial(arm, mode, "base-0", RATE, repeat)
+            if trial not in done:
+                found = processes.execute(trial, ARMS[arm], base, ROUNDS)
+                append(file, [row(trial, point, here) for point in found])
+                told = f"held-out {found[0].held_out:.3f} -> {found[-1].held_out:.3f}"
+                click.echo(f"{arm}, {mode}, run {repeat}: {told}")
 
 
 def base_of(bases: Path, name: str) -> Path:
@@ -187,7 +193,7 @@ def report(results: Path) -> None:
         if stage in DRAWN:
             draw(found, results / stage)
     if real := processes.read(results / "processes.csv"):
-        click.echo(f"\n## real processes\n\n{processes.table(real, tables.read(results / 'replay.csv'))}")
+        click.echo(f"\n## real processes\n\n{processes.table(real)}")
     if trials := spread.read(results / "propagation.csv"):
         click.echo(f"\n## propagation of {TASK}\n\n{spread.table(trials)}")
 

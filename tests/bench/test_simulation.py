@@ -24,6 +24,7 @@ from simulation.arms import ARMS, REPOSITORY, SECOND_BASE, Arm, mix
 from simulation.poison import Kind
 from simulation.report import begun_elsewhere, by_arm, by_base, claims, comparison, costs, equal_cost, ratio, read
 from simulation.stages import BASES, OTHERS, STAGES, TASK, TEACHERS, WINNER, Claim
+from simulation.stats import interval
 from simulation.swarm import Point, Run, Weights, execute, swarm
 
 from sapo_node.config import NodeConfig
@@ -283,13 +284,36 @@ def test_trials_of_propagation_come_back_from_their_file(tmp_path: Path) -> None
     assert "| removed, 20 rounds | 2 | never, 10 | 0.20 | 0.00 |" in propagation.table(found)
 
 
-def test_an_arm_runs_as_real_processes_and_its_curve_comes_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", get_args(processes.Mode))
+def test_an_arm_runs_as_real_processes_and_simulated_and_its_curve_comes_back(
+    mode: processes.Mode, tmp_path: Path
+) -> None:
     arm = replace(ARMS["4/4"], nodes=2, tasks={"eval_questions": 30})
-    found = processes.execute(arm, EMBEDDED, 3e-4, 2, repeat=0)
+    trial = processes.Trial("4/4", mode, "base-0", 3e-4, 1)
+    found = processes.execute(trial, arm, EMBEDDED, 2)
     assert [one.round for one in found] == [0, 2]
     assert all(0.0 <= one.lowest <= one.held_out <= one.highest <= 1.0 for one in found)
-    append(tmp_path / "processes.csv", map(row, found))
-    assert list(processes.read(tmp_path / "processes.csv")) == [("4/4", 0)]
+    assert found[0].external == 0.0 <= found[1].external <= 4.0
+    append(tmp_path / "processes.csv", [row(trial, point) for point in found])
+    assert list(processes.read(tmp_path / "processes.csv")) == [trial]
+
+
+def test_a_mode_is_compared_with_the_simulation_by_its_unpaired_interval() -> None:
+    ends = {"simulated": (0.12, 0.14, 0.13), "waiting": (0.10, 0.11, 0.12)}
+    trials = {
+        processes.Trial("4/4", mode, "base-0", 3e-4, repeat): [
+            processes.Measured(0, 0.0, 0.0, 0.0),
+            processes.Measured(20, end, end, end, external=2.0),
+        ]
+        for mode, values in ends.items()
+        for repeat, end in enumerate(values)
+    }
+    first, second = processes.table(trials).splitlines()[2:]
+    assert first.startswith("| 4/4 | simulated | 3 | 2.0 | 0.000 | 0.130 |")
+    assert second.endswith("| 0.055 (0.050 to 0.060) | -0.010 (-0.019 to -0.001) | 0.110 (0.100 to 0.120) | "
+                           "-0.020 (-0.037 to -0.003) |")  # fmt: skip
+    with pytest.raises(ValueError, match="two values"):
+        interval([0.1], [0.2, 0.3])
 
 
 @pytest.mark.parametrize("kind", get_args(Kind))

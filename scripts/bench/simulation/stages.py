@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from .arms import SECOND_BASE, alone, poisoned
 from .poison import Kind
+from .processes import Mode
 from .propagation import Trial, Variant
 from .swarm import Run
 
@@ -33,6 +34,15 @@ BASES |= {
 }
 
 REFERENCES = ("8/0", "4/4")  # every arm is compared with these
+
+# Real processes: who trades nothing waits for nothing.
+PROCESSES: tuple[tuple[str, Mode], ...] = (
+    ("8/0", "simulated"),
+    ("8/0", "hurried"),
+    ("4/4", "simulated"),
+    ("4/4", "waiting"),
+    ("4/4", "hurried"),
+)
 
 # 1. Learning rates; seed by seed, so that whatever is finished compares all arms.
 TRIED = (1e-4, 3e-4, 1e-3)

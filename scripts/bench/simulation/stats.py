@@ -75,3 +75,22 @@ def paired_ratio(
     mean, n = fmean(logs), len(logs)
     half = float(stats.t.ppf((1 + confidence) / 2, n - 1)) * stdev(logs) / math.sqrt(n)
     return Ratio(math.exp(mean), math.exp(mean - half), math.exp(mean + half), n, sum(value > 0 for value in logs))
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A difference of means, and where it may lie."""
+
+    estimate: float
+    low: float
+    high: float
+
+
+def interval(first: Sequence[float], second: Sequence[float], confidence: float = 0.9) -> Interval:
+    """How far the mean of `first` is above that of `second`, where nothing is paired and the variances may differ:
+    Welch's two-sided interval. Raises ValueError with fewer than two values of either."""
+    if min(len(first), len(second)) < 2:
+        raise ValueError("an interval needs two values of each")
+    found = stats.ttest_ind(first, second, equal_var=False)
+    low, high = found.confidence_interval(confidence)
+    return Interval(fmean(first) - fmean(second), float(low), float(high))
