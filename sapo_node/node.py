@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import structlog
 
-from sapo_node import fit, machine, scratch, stop_signal
+from sapo_node import fit, machine, malloc, scratch, stop_signal
 from sapo_node.config import NodeConfig
 from sapo_node.config_load import Loaded
 from sapo_node.datadir import DataDir
@@ -66,6 +66,7 @@ def run(loaded: Loaded) -> int:
         here = machine.look()
         fit.check_start(config, here)
         engine = choose_engine(config.inference.engine, here)
+        malloc.one_arena()
         with scratch.temporary_files(data.path):
             return int(uvloop.run(Node(with_engine(config, engine), data, engine).run()))
 

@@ -17,7 +17,7 @@ from typing import Final
 import click
 import structlog
 
-from sapo_node import durable, scratch, stop_signal
+from sapo_node import durable, malloc, scratch, stop_signal
 from sapo_node.config import NodeConfig, SwarmSection
 from sapo_node.config_load import Loaded
 from sapo_node.datadir import DataDir
@@ -46,6 +46,7 @@ def run(loaded: Loaded, addresses: Path | None) -> int:
             raise SapoError("sapo-node runs on Linux and macOS; on Windows use WSL2")
         import uvloop
 
+        malloc.one_arena()
         with scratch.temporary_files(data.path):
             return int(uvloop.run(BootstrapPeer(config, data, addresses).run()))
 

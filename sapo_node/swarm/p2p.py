@@ -105,10 +105,11 @@ class Network:
         relay_service: bool = False,
         max_connections: int = 256,
         dht_client: bool = False,
+        cores: int = 0,
     ) -> "Network":
         """Start p2pd. `listen` and `announce` are multiaddrs. Of more than `max_connections` p2pd closes, about once a
         minute, the least useful down to three quarters (see `keep`). `dht_client`: ask libp2p's own DHT, but do not
-        serve it: for nodes that meet the public one.
+        serve it: for nodes that meet the public one. `cores`: p2pd runs on at most so many at a time (0: all).
 
         Raises `PortInUse` for a taken port and `NetworkError` with p2pd's own words for everything else that keeps it
         from starting.
@@ -127,7 +128,7 @@ class Network:
             *("-connManager=1", "-connGrace=30s", "-autonat=1", "-relay=1", "-tls=1"),
             "-idleTimeout=30s",  # ends a p2pd whose node died before the death signal was set
         ]
-        self = cls(identity, await Daemon.start(work_dir, flags))
+        self = cls(identity, await Daemon.start(work_dir, flags, cores))
         self._listens = multiaddrs.listened(listen, announced=bool(announce))
         try:
             await self._attach(identity)

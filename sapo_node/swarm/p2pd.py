@@ -52,10 +52,12 @@ class Daemon:
         self._reading: asyncio.Task[None]
 
     @classmethod
-    async def start(cls, work_dir: Path, flags: Sequence[str]) -> "Daemon":
-        """Start p2pd with its sockets below `work_dir`. Raises `NetworkError` with p2pd's own words."""
+    async def start(cls, work_dir: Path, flags: Sequence[str], cores: int = 0) -> "Daemon":
+        """Start p2pd with its sockets below `work_dir`, to run on at most so many cores at a time (0: all). Raises
+        `NetworkError` with p2pd's own words."""
         self = cls(private_folder(work_dir))
         environment = os.environ | {"GOMEMLIMIT": "48MiB", "GOGC": "50", "GOLOG_LOG_LEVEL": "error"}
+        environment |= {"GOMAXPROCS": str(cores)} if cores else {}
         try:
             self._child = await asyncio.create_subprocess_exec(
                 *await _death_signal_prefix(),

@@ -51,6 +51,11 @@ Consume = Callable[[Exchange], Coroutine[Any, Any, None]]
 Role = Literal["trainer", "bootstrap"]
 
 
+TRAINERS_CORES: Final = 1
+"""On which p2pd of a node that trains runs at a time: it needs a tenth of one, and whatever strangers send has to leave
+the others to training. A stream costs it a fifth less so, too. A bootstrap peer, who does nothing else, has all."""
+
+
 class SwarmService:
     """The swarm as the node sees it: `run` or `serve` keeps it up, `publish` offers groups, the rest says how it is."""
 
@@ -171,6 +176,7 @@ class SwarmService:
             pubsub=settings.push != "off",
             max_connections=settings.max_connections,
             dht_client=settings.rendezvous,
+            cores=TRAINERS_CORES if role == "trainer" else 0,
         )
         dht: SwarmDHT | None = None
         try:

@@ -107,6 +107,24 @@ def _took(thief: socket.socket, port: int) -> bool:
     return True
 
 
+def test_p2pd_leaves_the_other_cores_to_training_but_not_where_nothing_trains(on_loopback: OnLoopback) -> None:
+    def cores() -> list[bytes]:
+        variables = Path(f"/proc/{p2pd_of_this_process()}/environ").read_bytes().split(b"\0")
+        return [one for one in variables if one.startswith(b"GOMAXPROCS=")]
+
+    async def body(loopback: Loopback) -> None:
+        async with running(loopback, 0) as (service, task):
+            await until(lambda: service.connections == 1, task)
+            assert cores() == [b"GOMAXPROCS=1"]
+        bootstrap = asyncio.create_task(service.serve())
+        await until(lambda: service.connections == 2, bootstrap)
+        assert cores() == []
+        bootstrap.cancel()
+        await asyncio.gather(bootstrap, return_exceptions=True)
+
+    on_loopback(body)
+
+
 def test_a_shunned_peer_gets_no_answer_in_the_dht(on_loopback: OnLoopback) -> None:
     async def body(loopback: Loopback) -> None:
         async with running(loopback, 0) as (service, task):
