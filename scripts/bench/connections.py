@@ -3,10 +3,9 @@
     python scripts/bench/connections.py --times 500
     python scripts/bench/connections.py --times 500 --cores 0
 
-Two p2pd on loopback, each held to one core as a node's is (`--cores 0`: to none). In each variant one of them opens
-streams to the other, one after another; the variants take turns. Told are the CPU milliseconds of p2pd a stream, at both
-ends.
-"cut off": the node asked closes all connections to the peer after each stream, so the next one begins with a
+Two p2pd on loopback, each held to one core as a node's is (`--cores 0`: to none). One of them opens streams to the
+other, one after another, in several variants that take turns. Told are the CPU milliseconds of p2pd a stream, at both
+ends. "cut off": the node asked closes all connections to the peer after each stream, so the next one begins with a
 handshake. p2pd has no gate: who was cut off may come back at once.
 """
 
