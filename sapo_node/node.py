@@ -84,7 +84,7 @@ class Node:
         self._started_at = time.time()
         self._state: State = "starting"
         self._reason = ""
-        self._asked = False
+        self._asked = asyncio.Event()  # by a signal to stop
         self._drawing: asyncio.Task[None] | None = None
         self._swarm: SwarmService | None = None
         self._new_key = not data.key.exists()
@@ -125,13 +125,13 @@ class Node:
         return life.result()
 
     def _on_signal(self) -> None:
-        if self._asked:
+        if self._asked.is_set():
             self._reason = "a second signal came"
             self._force.set()
             return
         log.info("stopping: the current step ends and a checkpoint is written; a second signal ends at once")
         self._stop.set()
-        self._asked = True
+        self._asked.set()
         self._end_sampling()
         self._set_state("draining", "a signal asked it to stop")
         asyncio.get_running_loop().call_later(self._config.node.drain_seconds, self._drain_took_too_long)
@@ -157,7 +157,7 @@ class Node:
             self._remember("failed", str(fault))
             log.error("the node ends", reason=str(fault))
             return 1
-        self._set_state("stopped", "it was asked to stop" if self._asked else "it has taken its rounds")
+        self._set_state("stopped", "it was asked to stop" if self._asked.is_set() else "it has taken its rounds")
         self._remember("stopped", self._reason)
         log.info("stopped", reason=self._reason)
         return 0
@@ -270,7 +270,7 @@ class Node:
             services = []
             if self._swarm is not None:
                 services.append(group.create_task(self._keep("swarm", self._run_swarm)))
-            await self._evaluate()
+            await self._evaluate(self._stop)
             self._set_state("joining" if self._swarm is not None else "silo")
             self._drawing = group.create_task(self._rounds.sampling_loop(), name="sampling")
             await self._rounds.training_loop()
@@ -334,7 +334,7 @@ class Node:
             await self._checkpoint()
         every = settings.tasks.eval_every
         if every and record.round % every == 0 and not self._stop.is_set():
-            await self._evaluate()
+            await self._evaluate(self._stop)
 
     def _log_round(self, record: RoundRecord) -> None:
         now = time.monotonic()
@@ -355,18 +355,15 @@ class Node:
 
     # -- evaluation and checkpoints -----------------------------------------------------------------------------------
 
-    async def _evaluate(self, *, last: bool = False) -> None:
-        """Measure the held-out score; without held-out questions, or when the policy is lost, there is none.
-
-        A stop of the node ends it early, unless it is the `last` one, which the stop asked for.
-        """
+    async def _evaluate(self, stop: asyncio.Event | None) -> None:
+        """Measure the held-out score, unless `stop` comes first; without held-out questions, or when the policy is
+        lost, there is none. Without a `stop` it waits for new weights no longer than a quarter of the time to drain."""
         try:
-            stop = None if last else self._stop
-            if last:
+            if stop is None:
                 async with asyncio.timeout(self._config.node.drain_seconds / 4):
                     await self._policy.settled()
             else:
-                await until(self._stop, self._policy.settled())
+                await until(stop, self._policy.settled())
             record = await self._held.score(self._policy, self._scorers, round=self._policy.version, stop=stop)
         except Stopped:
             return
@@ -377,7 +374,7 @@ class Node:
             log.warning("no held-out score", reason=str(error))
             return
         except (PolicyLost, WorkerError) as error:
-            if self._stop.is_set() and not last:
+            if stop is not None and stop.is_set():
                 return  # interrupted
             log.warning("no held-out score this time", reason=str(error))
             return
@@ -393,10 +390,14 @@ class Node:
         log.info("held-out score", score=record.mean, start=self._held_out_start, round=record.round)
 
     async def _last_evaluation(self) -> None:
-        """The score at the end, if it fits into half of the time that draining may take."""
-        unmeasured = self._policy.version != self._evaluated_version
-        if unmeasured and 2 * self._eval_seconds < self._config.node.drain_seconds:
-            await self._evaluate(last=True)
+        """The score at the end. A node that has taken its rounds takes the time for it, until a signal comes; one that
+        was asked to stop does without where it does not fit into half of the time that draining may take."""
+        if self._policy.version == self._evaluated_version:
+            return
+        if not self._asked.is_set():
+            await self._evaluate(self._asked)
+        elif 2 * self._eval_seconds < self._config.node.drain_seconds:
+            await self._evaluate(None)
 
     async def _checkpoint(self) -> None:
         if self._saved_version == self._policy.version:

@@ -220,6 +220,26 @@ def test_sigterm_during_an_evaluation_keeps_what_was_learnt(nodes: Swarm) -> Non
     assert (node.data / "checkpoints" / "step-000002").is_dir()
 
 
+def test_a_node_that_took_its_rounds_is_measured_however_short_its_drain_may_be(nodes: Swarm) -> None:
+    over = {"node": {"max_rounds": 2, "drain_seconds": 0.01}, "tasks": {"eval_every": 0}}
+    node = nodes.node("ends", swarm={"enabled": False}, **over).start()
+    assert node.process is not None
+    assert node.process.wait(120) == 0, node.log
+    assert [one.round for one in node.evals] == [0, 2]
+    assert 2 * node.evals[0].seconds > 0.01, "else it would have fitted"
+
+
+def test_sigterm_ends_the_last_evaluation_of_a_node_that_took_its_rounds(nodes: Swarm) -> None:
+    tasks = {"eval_every": 0, "eval_questions": 100, "eval_samples": 120}
+    node = nodes.node("ends", swarm={"enabled": False}, tasks=tasks, node={"max_rounds": 1, "drain_seconds": 2})
+    node.start().wait(lambda: any(one.event == "checkpoint" for one in node.events), "its last checkpoint", 150)
+    time.sleep(0.2)
+    assert node.evals[0].seconds > 3, "else it could end in time without the signal"
+    assert node.stop() == 0, node.log
+    assert (node.data / "checkpoints" / "step-000001").is_dir()
+    assert [one.round for one in node.evals] == [0]
+
+
 def test_sigterm_interrupts_sampling_that_would_take_long(nodes: Swarm) -> None:
     rollouts = {"tasks_per_round": 512, "completions_per_task": 64}
     node = nodes.node("samples", swarm={"enabled": False}, rollouts=rollouts, node={"drain_seconds": 60}).start()
