@@ -137,7 +137,7 @@ def run_propagation(results: Path, workers: int, bases: Path) -> None:
 
 
 @cli.command("processes")
-@click.option("--repeats", default=8, show_default=True, help="Runs of each arm and mode.")
+@click.option("--repeats", default=6, show_default=True, help="Runs of each arm and mode.")
 @in_folder
 @click.pass_obj
 def run_processes(results: Path, repeats: int, bases: Path) -> None:
