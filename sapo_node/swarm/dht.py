@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import msgspec
 
+from sapo_node.swarm import routing
 from sapo_node.swarm.hivemind_light import (
     DHTID,
     DHTProtocol,
@@ -230,6 +231,7 @@ class RecordProtocol(DHTProtocol):  # type: ignore[misc]
         if claimed != node_id.to_bytes() or node_id == self.node_id:
             return  # not a node of ours, or one that wants another place than its own
         stale = self.routing_table.add_or_update_node(node_id, peer_id)
+        routing.trim(self.routing_table, node_id)
         if stale is not None:  # the bucket is full: does its oldest node still live? If not, the new one replaces it
             self.spawn(self.call_ping(stale[1]))
 

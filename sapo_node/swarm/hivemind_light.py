@@ -72,7 +72,7 @@ def _bare_hivemind() -> Iterator[None]:
 
 with _bare_hivemind():
     from hivemind.dht.protocol import DHTProtocol
-    from hivemind.dht.routing import DHTID
+    from hivemind.dht.routing import DHTID, RoutingTable
     from hivemind.dht.traverse import traverse_dht
     from hivemind.p2p import P2P, P2PContext, P2PDaemonError, P2PHandlerError, PeerID
     from hivemind.proto import dht_pb2, p2pd_pb2
@@ -100,6 +100,7 @@ __all__ = [
     "P2PDaemonError",
     "P2PHandlerError",
     "PeerID",
+    "RoutingTable",
     "dht_pb2",
     "p2pd_pb2",
     "traverse_dht",

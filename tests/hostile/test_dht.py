@@ -14,7 +14,7 @@ import pytest
 from sapo_node.commands import bootstrap
 from sapo_node.swarm import dht, hivemind_light, service
 from sapo_node.swarm.dht import BEAM, NEIGHBOURS, SwarmDHT
-from sapo_node.swarm.hivemind_light import DHTID, PeerID, dht_pb2
+from sapo_node.swarm.hivemind_light import DHTID, PeerID, RoutingTable, dht_pb2
 from sapo_node.swarm.protocol import MAX_RECORD_BYTES, MAX_SHARD_BITS, MAX_SUBKEYS
 from sapo_node.swarm.rate_limit import BURST, RateLimit
 from sapo_node.swarm.records import ShardSchedule
@@ -154,6 +154,27 @@ async def find(made: Any, number: int, keys: list[bytes]) -> int:
         return int((await made.rpc_find(dht_pb2.FindRequest(keys=keys), caller(number))).ByteSize())
     except PermissionError:
         return 0
+
+
+def test_keys_that_call_once_each_do_not_fill_the_memory() -> None:
+    """Hope: every new key that was heard once is remembered for ever, and every look at the table gets slower."""
+    made = holder()
+    made.node_id = DHTID.generate(source=b"me")
+    made.routing_table = RoutingTable(made.node_id, NEIGHBOURS, 5)
+    asked: list[Any] = []
+    made.spawn = lambda ping: (asked.append(ping), ping.close())
+    sizes = []
+    for number in range(6000):
+        peer = caller(number).remote_id
+        made._saw(peer, dht.node_id_of(peer).to_bytes())
+        if number % 7 == 0 and (oldest := next(iter(made.routing_table.uid_to_peer_id.values()), None)):
+            made._missed(oldest, "it is gone")
+        sizes.append(len(made.routing_table.uid_to_peer_id))
+    buckets = made.routing_table.buckets
+    assert asked, "full buckets were met"
+    assert max(sizes) <= 2 * NEIGHBOURS * len(buckets) < 2000
+    assert sum(len(bucket.nodes_requested_for_ping) for bucket in buckets) <= NEIGHBOURS * len(buckets)
+    assert len(made.routing_table.peer_id_to_uid) == sizes[-1]
 
 
 def test_the_same_key_several_times_in_a_call_is_refused() -> None:
