@@ -1,5 +1,6 @@
 """Files that survive a crash: whole or not there, and on the disk when the call returns."""
 
+import asyncio
 import contextlib
 import os
 import tempfile
@@ -28,3 +29,16 @@ def replace(path: Path, data: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):  # renamed, as it should be
             os.unlink(temporary)
     flush(path.parent)
+
+
+async def replace_aside(path: Path, data: bytes) -> None:
+    """`replace` beside the event loop, since a busy disk takes seconds. One that is cancelled still waits for it, so
+    that no later write is overtaken. Raises OSError."""
+    writing = asyncio.create_task(asyncio.to_thread(replace, path, data))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait({writing})
+        if not writing.cancelled() and (error := writing.exception()) is not None:
+            raise asyncio.CancelledError from error
+        raise

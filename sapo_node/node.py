@@ -100,7 +100,7 @@ class Node:
         self._shortage = 0
         self._last_line = float("-inf")
         self._eval_seconds = 0.0
-        self._saved_version = -1
+        self._saved_version: int | None = None  # None until the counters are those of the policy
         self._evaluated_version = -1
         self._watch = Watch(
             config.tasks.eval_every,
@@ -149,14 +149,17 @@ class Node:
             try:
                 if await until(self._stop, self._startup(stack)):
                     await self._main_loop()
-            except* (SapoError, Refused, WorkerError) as group:
+            except* Exception as group:  # noqa: BLE001  raised again below, once what was learnt is kept
                 fault = _first(group)
                 await self._rescue()
         if fault is not None:
-            self._set_state("stopped", str(fault))
-            self._remember("failed", str(fault))
-            log.error("the node ends", reason=str(fault))
-            return 1
+            reason = str(fault) or type(fault).__name__
+            self._set_state("stopped", reason)
+            self._remember("failed", reason)
+            log.error("the node ends", reason=reason)
+            if isinstance(fault, SapoError | Refused | WorkerError):
+                return 1
+            raise fault  # of this program, to be told with its traceback
         self._set_state("stopped", "it was asked to stop" if self._asked.is_set() else "it has taken its rounds")
         self._remember("stopped", self._reason)
         log.info("stopped", reason=self._reason)
@@ -164,9 +167,8 @@ class Node:
 
     async def _rescue(self) -> None:
         """Keep what was learnt since the last checkpoint, if the policy still answers."""
-        policy: Policy | None = getattr(self, "_policy", None)
-        if policy is None or not policy.alive:
-            return
+        if self._saved_version is None or not self._policy.alive:
+            return  # of a start that failed: a good checkpoint would get counters that begin anew
         try:
             async with asyncio.timeout(self._config.node.drain_seconds):
                 await self._checkpoint()
@@ -250,6 +252,7 @@ class Node:
 
     def _restore_own_state(self, asked: str) -> None:
         newest = checkpoint.latest(self._data.checkpoints)
+        self._saved_version = -1 if newest is None else self._policy.version
         if newest is None:
             self._watch.restore(None, asked)
             return
@@ -259,7 +262,6 @@ class Node:
         self._own_groups, self._external_used = extra["own_groups"], extra["external_used"]
         if self._watch.restore(extra.get("alarms"), asked):  # else the first score was one of other questions
             self._held_out_start = extra["held_out_start"]
-        self._saved_version = self._policy.version
         log.info("resumed", checkpoint=newest.name)
         self._remember("resumed", newest.name)
 
@@ -356,8 +358,8 @@ class Node:
     # -- evaluation and checkpoints -----------------------------------------------------------------------------------
 
     async def _evaluate(self, stop: asyncio.Event | None) -> None:
-        """Measure the held-out score, unless `stop` comes first; without held-out questions, or when the policy is
-        lost, there is none. Without a `stop` it waits for new weights no longer than a quarter of the time to drain."""
+        """Measure the held-out score, unless `stop` comes first; there is none without questions, or when the policy is
+        lost. Without a `stop` it waits for new weights no longer than a quarter of the time to drain."""
         try:
             if stop is None:
                 async with asyncio.timeout(self._config.node.drain_seconds / 4):
@@ -392,12 +394,10 @@ class Node:
     async def _last_evaluation(self) -> None:
         """The score at the end. A node that has taken its rounds takes the time for it, until a signal comes; one that
         was asked to stop does without where it does not fit into half of the time that draining may take."""
-        if self._policy.version == self._evaluated_version:
-            return
-        if not self._asked.is_set():
-            await self._evaluate(self._asked)
-        elif 2 * self._eval_seconds < self._config.node.drain_seconds:
-            await self._evaluate(None)
+        asked = self._asked.is_set()
+        fits = not asked or 2 * self._eval_seconds < self._config.node.drain_seconds
+        if fits and self._policy.version != self._evaluated_version:
+            await self._evaluate(None if asked else self._asked)
 
     async def _checkpoint(self) -> None:
         if self._saved_version == self._policy.version:

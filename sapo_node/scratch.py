@@ -95,6 +95,16 @@ def temporary_files(data_dir: Path) -> Iterator[Path]:
             shutil.rmtree(old, ignore_errors=True)  # best effort: the next start empties it
 
 
+def new_folder(prefix: str) -> str:
+    """A new folder for temporary files. Where the one that they lie in is gone, since some machines clean /tmp after
+    days, it is made again. Raises OSError."""
+    try:
+        return tempfile.mkdtemp(prefix=prefix)
+    except FileNotFoundError:
+        Path(tempfile.gettempdir()).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return tempfile.mkdtemp(prefix=prefix)
+
+
 class _Sockets:
     folder: Path | None = None
     """With a short path; set within `temporary_files` where that one's is long."""

@@ -15,7 +15,6 @@ import shutil
 import signal
 import socket
 import sys
-import tempfile
 from collections import deque
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -23,6 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 from msgspec import Raw, Struct
 
+from sapo_node import scratch
 from sapo_node.worker_child import (
     BEAT_SECONDS,
     FD_VARIABLE,
@@ -165,7 +165,31 @@ class Worker:
 
     async def _start(self) -> None:
         await self._reap()
-        self._folder = tempfile.mkdtemp(prefix="worker-")
+        try:
+            ours = await self._spawn()
+        except OSError as error:  # no room on the disk or in memory, no descriptor or process left: it may pass
+            raise WorkerDied(f"the {self.name} worker could not be started: {error}") from error
+        self._fault, self._stopping, self.stage = None, False, "starting"
+        self._lines.clear()
+        self._beat, self._still, self._silent = Beat(stage="starting", deadline=None, count=-1), 0.0, 0.0
+        self._ready = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(self._start_seconds):
+                await self._connect(ours)
+                await self._ready
+        except TimeoutError:
+            fault = WorkerStuck(f"the {self.name} worker did not start within {self._start_seconds:.0f} s")
+            self._lose(fault)
+            await self._end()
+            raise fault from None
+        except BaseException:
+            self._lose(WorkerDied(f"the start of the {self.name} worker was cancelled"))
+            await self._end()
+            raise
+
+    async def _spawn(self) -> socket.socket:
+        """Make the process and return our end of its socket. Raises OSError."""
+        self._folder = scratch.new_folder("worker-")
         ours, theirs = socket.socketpair()
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -187,23 +211,7 @@ class Worker:
             raise
         finally:
             theirs.close()
-        self._fault, self._stopping, self.stage = None, False, "starting"
-        self._lines.clear()
-        self._beat, self._still, self._silent = Beat(stage="starting", deadline=None, count=-1), 0.0, 0.0
-        self._ready = asyncio.get_running_loop().create_future()
-        try:
-            async with asyncio.timeout(self._start_seconds):
-                await self._connect(ours)
-                await self._ready
-        except TimeoutError:
-            fault = WorkerStuck(f"the {self.name} worker did not start within {self._start_seconds:.0f} s")
-            self._lose(fault)
-            await self._end()
-            raise fault from None
-        except BaseException:
-            self._lose(WorkerDied(f"the start of the {self.name} worker was cancelled"))
-            await self._end()
-            raise
+        return ours
 
     async def _connect(self, ours: socket.socket) -> None:
         """Begin to hear the process."""

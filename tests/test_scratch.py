@@ -1,4 +1,5 @@
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -33,6 +34,16 @@ def test_temporary_files_of_a_process_and_its_children_go_with_the_block(base: P
         assert folder.parent == base
     assert list(base.iterdir()) == []
     assert tempfile.gettempdir() == os.environ["TMPDIR"] == str(base)
+
+
+def test_a_folder_that_a_cleaner_took_away_is_made_again(base: Path, tmp_path: Path) -> None:
+    with scratch.temporary_files(tmp_path / "data") as folder:
+        Path(scratch.new_folder("first-")).rmdir()
+        folder.rmdir()
+        again = Path(scratch.new_folder("second-"))
+        assert again.parent == folder
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert list(base.iterdir()) == []
 
 
 def test_without_a_tmpdir_before_there_is_none_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

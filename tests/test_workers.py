@@ -218,6 +218,26 @@ def test_a_handler_that_raises_is_told_with_its_place_and_the_worker_lives(run) 
     run(body())
 
 
+def test_where_no_process_can_be_made_the_start_fails_as_a_worker_does_and_may_be_tried_again(
+    run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def none_left(*command: object, **options: object) -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    async def body() -> None:
+        worker = await started()
+        await worker.stop()
+        with monkeypatch.context() as patch:
+            patch.setattr(asyncio, "create_subprocess_exec", none_left)
+            with pytest.raises(WorkerDied, match=r"could not be started: .*temporarily unavailable"):
+                await worker.start()
+        await worker.start()
+        assert await worker.call("double", Number(1), float, deadline=5) == 2.0
+        await worker.stop()
+
+    run(body())
+
+
 def test_a_death_is_told_with_exit_code_and_last_words_and_start_brings_it_back(run) -> None:
     async def body() -> None:
         worker = await started()

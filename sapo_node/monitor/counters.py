@@ -21,6 +21,7 @@ class SwarmCounters:
             "groups_ignored": counts["ignore"],
             "groups_rejected": counts["reject"],
         }
-        since = {name: max(0, value - self._last.get(name, 0)) for name, value in now.items()}
+        before = {name: self._last.get(name, 0) for name in now}
+        since = {name: value - before[name] if value >= before[name] else value for name, value in now.items()}
         self._last = now
         return {**since, "peers": self._swarm.peers}

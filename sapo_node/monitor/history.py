@@ -40,9 +40,12 @@ class History:
     def append(self, record: Record) -> None:
         """Write one line. Raises OSError when the disk is full; the next line then starts afresh."""
         line = _encoder.encode(record) + b"\n"
+        if self._fd < 0:  # it could not be opened after it was turned over
+            self._open()
         if self._size and self._size + len(line) > self._max_bytes:
             self.close()
             os.replace(self._path, older(self._path))
+            self._size = 0
             self._open()
         data = b"\n" + line if self._torn else line
         self._torn = True  # until all of it is written

@@ -83,9 +83,10 @@ class Watch:
         measure_every: int = 0,
         began: Callable[[str], None] = lambda text: None,
         ended: Callable[[str], None] = lambda text: None,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`measure_every` counts rounds; 0: MEASURE_EVERY. `began` and `ended` are told the sentence of an alarm."""
+        """`measure_every` counts rounds; 0: MEASURE_EVERY. `began` and `ended` are told the sentence of an alarm.
+        `clock` tells seconds, from whenever."""
         self._every = measure_every or MEASURE_EVERY
         self._began, self._ended, self._clock = began, ended, clock
         self._hack, self._collapse, self._drift = RewardHack(), Collapse(), Drift()

@@ -52,6 +52,7 @@ MAX_CANDIDATES: Final = 1024  # newest groups the sampler chooses from: far more
 MAX_SEEN: Final = 100_000  # digests remembered (about 10 MB); the oldest go first
 SEEN_SHARE: Final = 1024  # of `max_bytes` there is one digest of 100 bytes to so many: they leave room for groups
 SEEN_SECONDS: Final = MAX_AGE_SECONDS + (MAX_EPOCHS_AHEAD + 2) * EPOCH_SECONDS  # longest that a group stays acceptable
+AHEAD_SECONDS: Final = (MAX_EPOCHS_AHEAD + 1) * EPOCH_SECONDS  # how far in the future an accepted group may be drawn
 
 _rewards_decoder: Final = msgspec.json.Decoder(tuple[float, ...])
 
@@ -188,8 +189,8 @@ class Pool:
 
         At most MAX_CANDIDATES: the newest of each producer, as many of one as of another.
         """
-        where = "origin = 'external' AND uses < ? AND drawn_at >= ? AND (teaches OR ?)"
-        values = (self._limits.max_external_uses, now - self._limits.max_age_seconds, idle, MAX_CANDIDATES)
+        where = "origin = 'external' AND uses < ? AND drawn_at BETWEEN ? AND ? AND (teaches OR ?)"
+        values = (self._limits.max_external_uses, *self._recently(now), idle, MAX_CANDIDATES)
         return await self._reader.ask(lambda db: _candidates(db, f"id IN ({_newest_of_each(where)})", values, now))
 
     async def own_rewards(self, now: float) -> dict[str, float]:
@@ -218,10 +219,11 @@ class Pool:
     async def _recent(self, now: float) -> list[tuple[Origin, str, str, bytes, Sequence[float]]]:
         """Origin, producer, task, its settings' hash and rewards of the groups of the last `max_age_seconds`: own ones,
         however many others there are, and the newest of each other producer, as many of one as of another."""
-        own, others = (_newest_of_each(f"origin = '{origin}' AND drawn_at >= ?") for origin in ("local", "external"))
+        recent = "drawn_at BETWEEN ? AND ?"
+        own, others = (_newest_of_each(f"origin = '{origin}' AND {recent}") for origin in ("local", "external"))
         sql = f"""SELECT origin, producer, name, config_hash, rewards FROM groups
                   WHERE id IN ({own}) OR id IN ({others}) ORDER BY id DESC"""
-        values = 2 * (now - self._limits.max_age_seconds, MAX_CANDIDATES)
+        values = 2 * (*self._recently(now), MAX_CANDIDATES)
         rows = await self._reader.ask(lambda db: db.execute(sql, values).fetchall())
         return [(*names, _rewards_decoder.decode(rewards)) for *names, rewards in rows]
 
@@ -260,18 +262,23 @@ class Pool:
         return gone + await self.expire_by_age(now)
 
     async def expire_by_age(self, now: float) -> int:
-        """Forget what is too old, whatever the policy is: it comes in, and ages, while no round is taken too."""
-        oldest = now - self._limits.max_age_seconds
+        """Forget what is too old, whatever the policy is: it comes in, and ages, while no round is taken too. What is
+        from the future as well: the clock was set back, and it would stay for as long."""
+        oldest, newest = self._recently(now)
 
         def expire(db: sqlite3.Connection) -> int:
             _forget_seen(db, self._limits, now)
             db.execute("DELETE FROM next_index WHERE epoch < ?", (epoch_of(oldest),))
-            sql = "DELETE FROM groups WHERE NOT (origin = 'local' AND uses = 0) AND drawn_at < ?"
-            return db.execute(sql, (oldest,)).rowcount
+            sql = "DELETE FROM groups WHERE NOT (origin = 'local' AND uses = 0) AND drawn_at NOT BETWEEN ? AND ?"
+            return db.execute(sql, (oldest, newest)).rowcount
 
         gone = await self._writer.ask(expire)
         self._expired += gone
         return gone
+
+    def _recently(self, now: float) -> tuple[float, float]:
+        """The first and the last moment at which a group was drawn that is young enough."""
+        return now - self._limits.max_age_seconds, now + AHEAD_SECONDS
 
     async def purge(self, peer: str, until: float = math.inf) -> int:
         """Forget a peer's groups that were received by `until`, for good: their coordinates stay known. Returns the

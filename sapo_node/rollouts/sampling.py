@@ -20,7 +20,7 @@ from sapo_node.inference.base import InferenceEngine, Sampled, SampledBatch, Sam
 from sapo_node.monitor.watch import Unwatched, Watch
 from sapo_node.rollouts.pool import NewGroup, Pool
 from sapo_node.rollouts.schema import Completion, Group, TaskRef
-from sapo_node.swarm.protocol import epoch_of, question_seed
+from sapo_node.swarm.protocol import MAX_TEXT_BYTES, epoch_of, question_seed
 from sapo_node.tasks.base import Judged, Question, TaskRefused, TaskSpec, is_eval_question
 from sapo_node.tasks.mixture import Entry, Mixture
 from sapo_node.tasks.scoring import ScorerPool
@@ -188,6 +188,8 @@ class Sampling:
             return 0
         wanted = self._config.rollouts.shared_per_round
         shareable = [i for i, one in enumerate(drawn) if one.entry.share and (wanted is None or i < first)]
+        # One that is too long for the wire would keep the whole batch from leaving.
+        shareable = [i for i in shareable if all(len(one.text.encode()) <= MAX_TEXT_BYTES for one in batch.groups[i])]
         if wanted is not None and wanted < len(shareable):
             shareable = self._rng.sample(shareable, wanted)
         groups = [_wire_group(drawn[i], batch.groups[i], sampled_at, batch) for i in shareable]

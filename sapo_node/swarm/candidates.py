@@ -134,11 +134,12 @@ class Candidates:
         return True
 
     def _forget(self, names: Collection[str], due: dict[str, float]) -> None:
-        """Drop names that the file no longer has."""
+        """Drop names, and sentences on addresses, that the file no longer has."""
         for gone in due.keys() - set(names):
             del due[gone]
             self._resolved.pop(gone, None)
-            self._told.pop(gone, None)
+        for gone in self._told.keys() - {address for address, _ in self._listed()} - {str(self._settings.peers_file)}:
+            del self._told[gone]
 
     def _read_file(self) -> None:
         path = self._settings.peers_file

@@ -169,10 +169,10 @@ class Catalogue:
         if offer is None:
             return
         self._let_rest(offer, offer.failures, MAX_BACKOFF_SECONDS, now)
-        offer.failures += 1
+        again, offer.failures = offer.failures > 0, offer.failures + 1
         if busy:
             return
-        if not give_up:
+        if again or not give_up:  # a node that has just started again lists what it no longer has, but once
             offer.doubted_at = now
         offer.attempts[content_id] = offer.attempts.get(content_id, 0) + 1
         if give_up or offer.attempts[content_id] >= MAX_ATTEMPTS:

@@ -431,8 +431,12 @@ class _PeersFile(Struct, kw_only=True):
 
 def save_peers(path: Path, records: Iterable[PeerRecord]) -> None:
     """Replace the file at once: a crash leaves the old one or the new one, never half of one. Raises OSError."""
-    data = msgspec.json.format(msgspec.json.encode(_PeersFile(peers=list(records)[:MAX_SAVED])), indent=1)
-    durable.replace(path, data)
+    durable.replace(path, encode_peers(records))
+
+
+def encode_peers(records: Iterable[PeerRecord]) -> bytes:
+    """What `load_peers` reads: at most MAX_SAVED of them."""
+    return msgspec.json.format(msgspec.json.encode(_PeersFile(peers=list(records)[:MAX_SAVED])), indent=1)
 
 
 def load_peers(path: Path) -> tuple[list[PeerRecord], str | None]:

@@ -58,9 +58,7 @@ def write(directory: Path, state: State, fill: Callable[[Path], None], keep: int
             json.dumps({name: getattr(state, name) for name in State.__struct_fields__}, allow_nan=False)
         )
         _flush(temporary)
-        if final.exists():
-            final.rename(directory / f"{_TEMPORARY}old-{final.name}")
-        temporary.rename(final)
+        _put(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -69,6 +67,20 @@ def write(directory: Path, state: State, fill: Callable[[Path], None], keep: int
         _remove(old)
     _sweep(directory)
     return final
+
+
+def _put(temporary: Path, final: Path) -> None:
+    """Rename, in place of what is there. Raises OSError; what was there then is there again."""
+    old = final.with_name(f"{_TEMPORARY}old-{final.name}")
+    replaced = final.exists()
+    if replaced:
+        final.rename(old)
+    try:
+        temporary.rename(final)
+    except OSError:
+        if replaced:
+            old.rename(final)
+        raise
 
 
 def steps(directory: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """history.jsonl survives being killed, a full file, and readers that come late."""
 
+import contextlib
 from pathlib import Path
 
 import pytest
@@ -69,6 +70,29 @@ def test_turning_over_bounds_the_disk_and_keeps_the_newest(tmp_path: Path) -> No
     assert kept == list(range(kept[0], 200))
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) <= 2 * limit
     assert sorted(file.name for file in tmp_path.iterdir()) == ["history.1.jsonl", "history.jsonl"]
+
+
+def test_a_turn_over_on_a_full_disk_ends_the_records_only_until_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "history.jsonl"
+
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with History(path, 2000) as writer:
+        with monkeypatch.context() as patch:
+            patch.setattr(history.os, "open", full)  # which only the turn-over needs
+            with contextlib.suppress(OSError):
+                for number in range(100):
+                    writer.append(one_round(number))
+            with pytest.raises(OSError, match="No space"):
+                writer.append(one_round(200))
+        assert not path.exists()
+        writer.append(one_round(201))
+        writer.append(one_round(202))
+    assert numbers(history.read(path))[-2:] == [201, 202]
+    assert history.older(path).exists()
 
 
 @pytest.mark.parametrize("step", [1, 3, 7])

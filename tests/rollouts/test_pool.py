@@ -18,6 +18,7 @@ from sapo_node.config import RolloutsSection
 from sapo_node.rollouts import pool_file
 from sapo_node.rollouts.pool import MAX_CANDIDATES, NewGroup, Pool, PoolError, coordinates, drawn_at
 from sapo_node.rollouts.schema import Group, TaskRef
+from sapo_node.swarm import protocol
 from sapo_node.swarm.protocol import MAX_INDEX
 from sapo_node.tasks.base import TaskSpec, config_hash
 from sapo_node.training.base import TrainCompletion
@@ -213,6 +214,21 @@ def test_external_candidates_are_young_and_have_uses_left(path: Path) -> None:
         assert (candidate.producer, candidate.task, candidate.rewards) == ("peer", "gcd", (1.0, 0.0))
         assert (candidate.age_seconds, candidate.uses) == (19.0, 0)
         assert candidate.question_sha256 == (1).to_bytes(32, "big")
+
+    with_pool(path, use)
+
+
+def test_a_clock_that_was_set_back_keeps_no_groups_from_the_future(path: Path) -> None:
+    hours = 10 * 3600 // protocol.EPOCH_SECONDS
+
+    async def use(pool: Pool) -> None:
+        soon = new_group(0, epoch=EPOCH + protocol.MAX_EPOCHS_AHEAD)
+        later = new_group(1, epoch=EPOCH + hours)
+        ids = await pool.add_external("peer", bytes(32), [soon, later], NOW)
+        assert [c.group_id for c in await pool.external_candidates(NOW)] == ids[:1]
+        assert sum(count for _, count in (await pool.yields(NOW)).values()) == 1
+        assert await pool.expire_by_age(NOW) == 1
+        assert [c.group_id for c in await pool.external_candidates(NOW)] == ids[:1]
 
     with_pool(path, use)
 

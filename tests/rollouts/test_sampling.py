@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from sapo_node.config import NodeConfig
 from sapo_node.identity import Identity
@@ -15,6 +16,7 @@ from sapo_node.monitor.watch import Watch
 from sapo_node.rollouts.pool import Pool
 from sapo_node.rollouts.sampling import LostVersion, Sampling
 from sapo_node.rollouts.schema import Group
+from sapo_node.swarm.protocol import MAX_TEXT_BYTES
 from sapo_node.tasks import mixture
 from sapo_node.tasks.base import Judged, Question
 from sapo_node.training.base import TrainGroup
@@ -101,6 +103,19 @@ def test_a_batch_whose_steps_were_lost_while_it_was_judged_reaches_neither_pool_
         asyncio.run(setting.draw())
     assert setting.stats.local == 0
     assert setting.published == []
+
+
+def test_an_answer_that_is_too_long_for_the_wire_keeps_its_own_group_back_and_no_other(tmp_path: Path) -> None:
+    class Rambling(ToyEngine):
+        async def sample(self, questions: list[str], params: SamplingParams) -> SampledBatch:
+            batch = await super().sample(questions, params)
+            batch.groups[1][0] = structs.replace(batch.groups[1][0], text="ü" * (MAX_TEXT_BYTES // 2 + 1))
+            return batch
+
+    setting = Setting(tmp_path)
+    setting.engine = Rambling()
+    assert len(asyncio.run(setting.draw())) == 2
+    assert [[one.text for one in group.completions] for group in setting.published] == [["1", "1"]]
 
 
 def test_own_groups_are_seen_by_the_alarms_and_not_shared_while_the_policy_drifts(tmp_path: Path) -> None:

@@ -36,7 +36,9 @@ def make(
     book: PeerBook | None = None, names: Names | None = None, told: list[str] | None = None, **settings: Any
 ) -> Candidates:
     section = SwarmSection(public_peers=False, **settings)
-    return Candidates(section, book or PeerBook(), (told if told is not None else []).append, names or Names())
+    return Candidates(
+        section, PeerBook() if book is None else book, (told if told is not None else []).append, names or Names()
+    )
 
 
 def running(made: Candidates, until: Callable[[], object], seconds: float = 5.0) -> None:
@@ -117,6 +119,20 @@ def test_a_name_that_fails_is_told_once_and_tried_again(monkeypatch: pytest.Monk
     names.known["_dnsaddr.host"] = [peer(1)]
     running(made, lambda: [c.found for c in made.current(lonely=False)] == [Found.DNS])
     assert made.faults == []
+
+
+def test_what_was_said_of_an_address_goes_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "FILE_SECONDS", 0.02)
+    file, book = tmp_path / "peers", PeerBook(deny=[peer(2).rpartition("/")[2]])
+    file.write_text(f"{peer(1)}\n{peer(2)}\n")
+    made = make(book, peers_file=file)
+    running(made, lambda: made.current(lonely=False) and made.faults)
+    assert "is not dialled" in made.faults[0]
+    file.write_text(f"{peer(1)}\n")
+    running(made, lambda: not made.faults)
+    file.unlink()
+    running(made, lambda: made.faults)
+    assert "cannot be read" in made.faults[0]
 
 
 def test_wrong_lines_of_a_file_are_named_and_the_others_used(tmp_path: Path) -> None:

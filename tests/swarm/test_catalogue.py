@@ -89,6 +89,24 @@ def test_a_failed_peer_rests_longer_each_time_and_the_batch_is_given_up() -> Non
     assert c.take(now) is None
 
 
+def test_a_peer_whose_batches_are_gone_again_and_again_waits_for_the_others() -> None:
+    c = make()
+    add(c, "gone", *(listing(i) for i in range(3)))
+    first = c.take(NOW)
+    assert first is not None
+    c.failed(first, NOW, give_up=True)  # as of a node that was started again
+    assert c.available(NOW + 2) == 8
+    second = c.take(NOW + 2)
+    assert second is not None
+    c.failed(second, NOW + 2, give_up=True)
+    assert c.available(NOW + 6) == 0, "what it offers ends no search any more"
+    for other in range(5):
+        add(c, f"new {other}", listing(10 + other), now=NOW + 6)
+    asked = [one.peer_id for _ in range(6) if (one := c.take(NOW + 6)) is not None]
+    assert asked[-1] == "gone"
+    assert len(asked) == 6
+
+
 def test_a_clock_that_was_set_back_does_not_lengthen_a_rest() -> None:
     c = make()
     add(c, "a", listing(1))

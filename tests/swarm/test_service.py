@@ -182,7 +182,12 @@ def test_whom_a_node_meets_is_written_down_soon(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(service_module, "SAVE_NEWS_SECONDS", 0.05)
     service = idle(tmp_path)
     writes: list[int] = []
-    monkeypatch.setattr(service, "save_peers", lambda: writes.append(len(service.book.connected())))
+
+    async def write(path: Path, data: bytes) -> None:
+        assert path == service._data.peers
+        writes.append(len(service.book.connected()))
+
+    monkeypatch.setattr(service_module.durable, "replace_aside", write)
 
     async def body() -> None:
         saving = asyncio.create_task(service._save_peers())

@@ -54,6 +54,24 @@ def test_a_failed_write_leaves_the_old_ones_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
+def test_one_that_cannot_be_put_in_place_leaves_the_one_of_the_same_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 1, text="old")
+    rename = Path.rename
+
+    def refuse(self: Path, target: Path) -> Path:
+        if self.name == ".tmp-step-000001":
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="Input/output"):
+        write(tmp_path, 1, text="new")
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+    assert (tmp_path / "step-000001" / "model").read_text() == "old"
+
+
 def test_what_a_crash_left_is_removed_by_the_next_write(tmp_path: Path) -> None:
     (tmp_path / ".tmp-step-000001").mkdir()
     (tmp_path / ".tmp-step-000001" / "half").write_text("x")

@@ -59,8 +59,9 @@ class PoolReader:
         """Read what is new. Raises sqlite3.Error."""
         if not self.path.exists():
             return
-        db = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0)
+        db = sqlite3.connect(f"{self.path.absolute().as_uri()}?mode=ro", uri=True, timeout=5.0, isolation_level=None)
         try:
+            db.execute("BEGIN")  # one view for all that is read: else a group is used that was not there before
             if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'groups'").fetchone() is None:
                 return  # the node is just making it
             for row in db.execute(f"SELECT {_COLUMNS} FROM groups WHERE id > ? ORDER BY id", (self._newest,)):
