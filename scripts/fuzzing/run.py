@@ -7,6 +7,7 @@ import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from random import Random
 from typing import Final
@@ -106,9 +107,19 @@ def _fed(surface: Surface, report: Report, number: int, data: bytes) -> str | No
     else:
         report.taken += 1
     spent = time.thread_time() - started
+    if spent > surface.seconds:  # by itself, or because garbage of all that ran before was collected meanwhile?
+        spent = min(spent, _again(surface, data))
     if spent > report.slowest:
         report.slowest, report.slowest_number = spent, number
     return f"it took {spent:.2f} s, more than {surface.seconds:g}" if spent > surface.seconds else None
+
+
+def _again(surface: Surface, data: bytes) -> float:
+    """Seconds of computing that an input takes the second time."""
+    started = time.thread_time()
+    with suppress(*surface.refusals):
+        surface.feed(data)
+    return time.thread_time() - started
 
 
 def _measured(surface: Surface, report: Report, data: bytes) -> str | None:

@@ -1,5 +1,7 @@
 """Ten thousand hostile inputs for everything that reads bytes of strangers; `scripts/fuzz.py` feeds more."""
 
+import time
+
 import pytest
 
 from sapo_node.rollouts import codec
@@ -55,6 +57,22 @@ def test_the_fuzzer_finds_what_is_broken() -> None:
     assert "it reads otherwise" in reported(b"wrong")[0]
     assert "bytes of memory" in reported(b"large")[0]
     assert "more than" in reported(b"fine", seconds=0.0)[0]
+
+
+def test_an_input_that_is_slow_but_once_breaks_nothing() -> None:
+    """A collection of the whole suite's garbage may fall into any of them."""
+    fed: list[float] = []
+
+    def feed(data: bytes) -> None:
+        until = time.thread_time() + (0.0 if fed and slow_once else 0.02)
+        while time.thread_time() < until:
+            pass
+        fed.append(until)
+
+    for slow_once in (True, False):
+        fed.clear()
+        surface = Surface(name="toy", reads="", make=lambda _: b"", feed=feed, seconds=0.01)
+        assert bool(fuzz(surface, 1, 0).broken) != slow_once
 
 
 def test_the_fuzzer_sees_a_decoder_that_comes_before_the_signature(monkeypatch: pytest.MonkeyPatch) -> None:
