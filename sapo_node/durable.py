@@ -33,12 +33,9 @@ def replace(path: Path, data: bytes) -> None:
 
 async def replace_aside(path: Path, data: bytes) -> None:
     """`replace` beside the event loop, since a busy disk takes seconds. One that is cancelled still waits for it, so
-    that no later write is overtaken. Raises OSError."""
+    that it overtakes no later write. Raises OSError."""
     writing = asyncio.create_task(asyncio.to_thread(replace, path, data))
     try:
         await asyncio.shield(writing)
-    except asyncio.CancelledError:
+    finally:
         await asyncio.wait({writing})
-        if not writing.cancelled() and (error := writing.exception()) is not None:
-            raise asyncio.CancelledError from error
-        raise

@@ -429,14 +429,11 @@ class _PeersFile(Struct, kw_only=True):
     peers: list[PeerRecord] = msgspec.field(default_factory=list)
 
 
-def save_peers(path: Path, records: Iterable[PeerRecord]) -> None:
+async def save_peers(path: Path, records: Iterable[PeerRecord]) -> None:
     """Replace the file at once: a crash leaves the old one or the new one, never half of one. Raises OSError."""
-    durable.replace(path, encode_peers(records))
-
-
-def encode_peers(records: Iterable[PeerRecord]) -> bytes:
-    """What `load_peers` reads: at most MAX_SAVED of them."""
-    return msgspec.json.format(msgspec.json.encode(_PeersFile(peers=list(records)[:MAX_SAVED])), indent=1)
+    # Encoded before the loop goes on: records change.
+    data = msgspec.json.format(msgspec.json.encode(_PeersFile(peers=list(records)[:MAX_SAVED])), indent=1)
+    await durable.replace_aside(path, data)
 
 
 def load_peers(path: Path) -> tuple[list[PeerRecord], str | None]:

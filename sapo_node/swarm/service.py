@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 import structlog
 
-from sapo_node import durable, licence
+from sapo_node import licence
 from sapo_node.config import NodeConfig
 from sapo_node.datadir import DataDir
 from sapo_node.errors import SapoError
@@ -30,7 +30,7 @@ from sapo_node.swarm.hello import Greeter
 from sapo_node.swarm.outbox import Outbox
 from sapo_node.swarm.p2p import Network
 from sapo_node.swarm.p2pd import NetworkError, PortInUse, check_port_is_free
-from sapo_node.swarm.peers import PeerBook, encode_peers, load_peers, save_peers
+from sapo_node.swarm.peers import PeerBook, load_peers, save_peers
 from sapo_node.swarm.protocol import PROTO
 from sapo_node.swarm.rendezvous import Rendezvous
 from sapo_node.swarm.sealed import start_network
@@ -50,10 +50,9 @@ ADDRESS_SECONDS: Final = 2.0  # between two looks at our own addresses: a router
 Consume = Callable[[Exchange], Coroutine[Any, Any, None]]
 Role = Literal["trainer", "bootstrap"]
 
-
 TRAINERS_CORES: Final = 1
 """On which p2pd of a node that trains runs at a time: it needs a tenth of one, and whatever strangers send has to leave
-the others to training. A stream costs it a fifth less so, too. A bootstrap peer, who does nothing else, has all."""
+the others to training. A stream costs it a little less so, too. A bootstrap peer, which does nothing else, has all."""
 
 
 class SwarmService:
@@ -220,7 +219,7 @@ class SwarmService:
         finally:
             self._exchange, self._ways = None, list
             self.book.set_connected((), (), time.time())
-            self.save_peers()
+            await self.save_peers()
             if dht is not None:
                 await dht.close()
             await network.close()
@@ -305,20 +304,14 @@ class SwarmService:
             connected = self.book.connected()
             if connected != saved or time.monotonic() - saved_at >= SAVE_PEERS_SECONDS:
                 saved, saved_at = connected, time.monotonic()
-                try:
-                    await durable.replace_aside(self._data.peers, encode_peers(self.book.to_save(time.time())))
-                except OSError as error:
-                    self._tell_unsaved(error)
+                await self.save_peers()
 
-    def save_peers(self) -> None:
+    async def save_peers(self) -> None:
         """Remember the peers met, for the next start."""
         try:
-            save_peers(self._data.peers, self.book.to_save(time.time()))
+            await save_peers(self._data.peers, self.book.to_save(time.time()))
         except OSError as error:
-            self._tell_unsaved(error)
-
-    def _tell_unsaved(self, error: OSError) -> None:
-        log.warning("the peers met could not be saved", file=str(self._data.peers), reason=str(error))
+            log.warning("the peers met could not be saved", file=str(self._data.peers), reason=str(error))
 
 
 def _first(group: BaseExceptionGroup[NetworkError]) -> NetworkError:

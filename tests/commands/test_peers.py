@@ -29,7 +29,7 @@ def met(folder: Path) -> DataDir:
     book.reached("near", "/ip4/192.0.2.2/tcp/2", now, Found.INITIAL)
     book.accepted("near", groups=3, usable=2, now=now)
     book.set_connected({"near"}, (), now)
-    save_peers(data.peers, book.to_save(now))
+    asyncio.run(save_peers(data.peers, book.to_save(now)))
     return data
 
 
@@ -72,7 +72,7 @@ def test_no_peer_writes_to_the_terminal(tmp_path: Path, capsys: pytest.CaptureFi
     record = PeerRecord(
         peer_id=f"x{EVIL}", found=f"y{EVIL}", last_seen=now, addresses=[f"/dns4/{EVIL}", "/ip4/1.1.1.1"]
     )
-    save_peers(data.peers, [record])
+    asyncio.run(save_peers(data.peers, [record]))
     command.run(tmp_path, as_json=as_json)
     out = capsys.readouterr().out
     assert len(out.splitlines()) == (1 if as_json else 2)
@@ -101,7 +101,7 @@ def judged(folder: Path) -> DataDir:
     book.ignored(BAD, 2, now, "stale")
     for _ in range(5):
         book.rejected(BAD, now, "configuration out of bounds")
-    save_peers(data.peers, book.to_save(now))
+    asyncio.run(save_peers(data.peers, book.to_save(now)))
     return data
 
 
@@ -121,7 +121,7 @@ def test_why_as_json_and_for_an_aged_peer(tmp_path: Path, capsys: pytest.Capture
     data.prepare()
     work_a_day(book, BAD, now)
     book.saw(BAD, ["/ip4/192.0.2.1/tcp/1"], now)
-    save_peers(data.peers, book.to_save(now))
+    asyncio.run(save_peers(data.peers, book.to_save(now)))
     assert "ago: aged" in told(capsys, "--why", BAD, "--data-dir", str(tmp_path))
     report = json.loads(told(capsys, "--why", BAD, "--data-dir", str(tmp_path), "--json"))
     assert report["peer"]["reasons"]["accepted"]["count"] == 1

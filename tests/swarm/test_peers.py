@@ -1,5 +1,6 @@
 """Scores: what raises and lowers them, when a peer is shunned and forgiven, and what survives a restart."""
 
+import asyncio
 import os
 from pathlib import Path
 
@@ -126,7 +127,7 @@ def test_peers_survive_a_restart(tmp_path: Path) -> None:
     book.saw("a", ["/ip4/127.0.0.1/tcp/1"], 1.0)
     book.accepted("a", groups=4, usable=2, now=1.0)
     path = tmp_path / "peers.json"
-    save_peers(path, book.best(1.0))
+    asyncio.run(save_peers(path, book.best(1.0)))
     known, warning = load_peers(path)
     assert warning is None
     before, after = book.get("a"), PeerBook(known=known).get("a")
@@ -139,7 +140,7 @@ def test_the_file_is_bounded(tmp_path: Path) -> None:
     book = PeerBook()
     for i in range(2 * peers.MAX_SAVED):
         book.saw(f"peer{i}", ["/ip4/127.0.0.1/tcp/1"] * 20, float(i))
-    save_peers(tmp_path / "peers.json", book.best(1e3, limit=10_000))
+    asyncio.run(save_peers(tmp_path / "peers.json", book.best(1e3, limit=10_000)))
     known, _ = load_peers(tmp_path / "peers.json")
     assert len(known) == peers.MAX_SAVED
     assert max(len(r.addresses) for r in known) == peers.MAX_SAVED_ADDRESSES
@@ -213,7 +214,7 @@ def test_a_peer_that_was_connected_after_its_announcement_and_is_no_longer_has_l
 def test_addresses_of_a_file_that_are_none_are_left_out(tmp_path: Path) -> None:
     book = PeerBook()
     book.saw("a", ["/ip4/1.1.1.1/tcp/1", "/dns4/\x1b[2J", "nonsense"], now=1.0)
-    save_peers(tmp_path / "peers.json", book.to_save(1.0))
+    asyncio.run(save_peers(tmp_path / "peers.json", book.to_save(1.0)))
     records, _ = load_peers(tmp_path / "peers.json")
     assert records[0].addresses == ["/ip4/1.1.1.1/tcp/1"]
 
@@ -328,7 +329,7 @@ def test_a_clock_set_back_makes_nobody_aged() -> None:
 def test_a_clock_set_back_over_a_restart_makes_nobody_aged(tmp_path: Path) -> None:
     book = PeerBook()
     book.saw("other", ["/ip4/127.0.0.1/tcp/1"], NOW)
-    save_peers(tmp_path / "peers.json", book.to_save(NOW))
+    asyncio.run(save_peers(tmp_path / "peers.json", book.to_save(NOW)))
     again = PeerBook(known=load_peers(tmp_path / "peers.json")[0])
     again.accepted("a", groups=1, usable=1, now=NOW - 2 * DAY)
     again.accepted("a", groups=1, usable=1, now=NOW + 60)
@@ -363,7 +364,7 @@ def test_history_survives_a_restart_and_a_crowd_of_new_ids(tmp_path: Path) -> No
         book.accepted(f"sybil{i}", groups=1, usable=1, now=later)
         book.reached(f"sybil{i}", "/ip4/127.0.0.1/tcp/1", later, Found.DHT)
     book.set_connected({f"sybil{i}" for i in range(peers.MAX_SAVED)}, (), later)
-    save_peers(tmp_path / "peers.json", book.to_save(later))
+    asyncio.run(save_peers(tmp_path / "peers.json", book.to_save(later)))
     assert PeerBook(known=load_peers(tmp_path / "peers.json")[0]).aged("old friend", later)
 
 
@@ -372,7 +373,7 @@ def test_a_restart_forgives_nobody(tmp_path: Path) -> None:
     book.saw("denied", ["/ip4/127.0.0.1/tcp/1"], NOW)
     for _ in range(4):
         book.rejected("bad", NOW)
-    save_peers(tmp_path / "peers.json", book.to_save(NOW))
+    asyncio.run(save_peers(tmp_path / "peers.json", book.to_save(NOW)))
     known, _ = load_peers(tmp_path / "peers.json")
     assert {record.peer_id: record.denied for record in known} == {"denied": "the settings", "bad": ""}
     assert not PeerBook(known=known).welcome("bad", NOW)

@@ -183,11 +183,10 @@ def test_whom_a_node_meets_is_written_down_soon(tmp_path: Path, monkeypatch: pyt
     service = idle(tmp_path)
     writes: list[int] = []
 
-    async def write(path: Path, data: bytes) -> None:
-        assert path == service._data.peers
+    async def save() -> None:
         writes.append(len(service.book.connected()))
 
-    monkeypatch.setattr(service_module.durable, "replace_aside", write)
+    monkeypatch.setattr(service, "save_peers", save)
 
     async def body() -> None:
         saving = asyncio.create_task(service._save_peers())
